@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -71,20 +71,24 @@ def config_page() -> str:
     top = {n: f for n, f in Recipe.model_fields.items() if not _is_section(f.annotation)}
     lines += ["", "## Top level", "", *_table(top, _meanings(Recipe))]
     for name, field in Recipe.model_fields.items():
-        section = field.annotation
-        if not _is_section(section):
-            continue
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            inspect.getdoc(section) or "",
-            "",
-            *_table(section.model_fields, _meanings(section)),
-        ]
-        for alias, target in section.KEY_ALIASES.items():
-            lines += ["", f"`{alias}` is accepted as another name of `{target}`."]
+        if (section := _section_of(field.annotation)) is not None:
+            lines += _section_lines(name, section)
     return _page(lines)
+
+
+def _section_lines(key: str, section: type[Section]) -> Iterator[str]:
+    yield from ("", f"{'#' * (key.count('.') + 2)} {key}", "", inspect.getdoc(section) or "", "")
+    yield from _table(section.model_fields, _meanings(section))
+    for alias, target in section.KEY_ALIASES.items():
+        yield from ("", f"`{alias}` is accepted as another name of `{target}`.")
+    for name, field in section.model_fields.items():
+        if (inner := _section_of(field.annotation)) is not None:
+            yield from _section_lines(f"{key}.{name}", inner)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """Return the section class X of an annotation `X` or `X | None`; None for any other annotation."""
+    return next((inner for inner in (annotation, *get_args(annotation)) if _is_section(inner)), None)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -92,13 +96,14 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Return the docstring of every field of a section by name, from the source file.
+    """Return the docstring of every field of a section by name, from the source files of the class and its bases.
 
     Pydantic can read them as well, but this makes the import of sections slow.
     """
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(defined, ast.ClassDef)
-    return {
+    inherited = {} if section.__base__ is Section else _meanings(section.__base__)
+    return inherited | {
         field.target.id: inspect.cleandoc(str(below.value.value))
         for field, below in itertools.pairwise(defined.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -110,7 +115,7 @@ def _table(fields: dict[str, Any], meanings: dict[str, str]) -> Iterator[str]:
     yield "| key | accepts | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in fields.items():
-        default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+        default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         cells = (
             f"`{name}`",
             describe(field),
@@ -131,6 +136,8 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Section):
+        return _shown(value.model_dump(exclude_defaults=True))
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 

@@ -193,6 +193,18 @@ def test_two_names_of_one_degree_must_agree(write):
         load_recipe(path)
 
 
+def test_errors_name_the_alias_that_the_user_wrote(write):
+    path = write("model: {path: tiny}\n")
+    assert load_recipe(path, ["parallel.tp=4", "parallel.tp_x=1"]).recipe.parallel.tp_x == 1
+    loaded = load_recipe(path, ["parallel.tp_x=1", "parallel.tp=4"])
+    assert loaded.recipe.parallel.tp_x == 4
+    assert loaded.where("parallel.tp_x") == f"{path}: parallel.tp (set by command line)"
+    with pytest.raises(BadValue, match=r"`parallel\.tp` has a value that is not allowed") as caught:
+        load_recipe(path, ["parallel.tp_x=1", "parallel.tp=0"])
+    assert caught.value.where == f"{path}: parallel.tp (set by command line)"
+    assert caught.value.hint == "write `parallel.tp=1`, the default"
+
+
 # --- round trip -----------------------------------------------------------------------------------------------------
 
 

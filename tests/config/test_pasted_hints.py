@@ -30,6 +30,7 @@ CONTRADICTIONS = (
     "stage=dpo data.max_bytes=1000",
     "stage=dpo offload.budget=auto",
     "stage=rm sample_prompt=x",
+    "stage=dpo dpo.beta=0.2 parallel.submodels.vision.dp_shard=1",
     "stage=rm training.check_ranks_every=2 training.deterministic=true",
     "dpo.beta=0.2",
     "stage=grpo grpo.rollout_ranks=auto",
@@ -93,7 +94,6 @@ CONTRADICTIONS = (
     "launch.nnodes=2 launch.launcher=torchrun",
     "launch.nnodes=2 launch.launcher=ray parallel=auto",
     "launch.launcher=kubernetes",
-    "parallel.tp=2 parallel.tp_x=4",
 )
 KEYS_AND_VALUES = (
     "learning_rate=1e-5", "training.eval_steps=4", "lr=1e-4", "lora_alpha=8", "optimizer.lr=1e-4", "report_to=wandb",

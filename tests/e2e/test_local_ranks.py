@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hyper_parallel.errors import DeviceUnavailable
-from hyper_parallel.runtime import Deadlines, launch
+from hyper_parallel.runtime import Deadlines, launch, start_capacity
 from hyper_parallel.topology import rank_capacity
 from hyper_parallel.topology.cpu_machine import CPU_RANK_BYTES
 from hyper_parallel.trainer.decoding import Sampling
@@ -63,6 +63,8 @@ def test_capacity_follows_accelerators_cores_and_free_memory():
     free = psutil.virtual_memory().available // CPU_RANK_BYTES
     assert cpu.is_cpu
     assert cpu.num_ranks == most or cpu.num_ranks <= min(most, free + 3)
+    oversubscribed = start_capacity(oversubscribe=True)
+    assert not oversubscribed.is_cpu or 256 <= oversubscribed.num_ranks <= max(256, most)
 
 
 def test_a_plan_that_exceeds_this_machine_is_followed_by_a_dry_run(place):

@@ -34,6 +34,10 @@ class Again:
 class Silent(Again):
     def step(self, completion):
         return None
+
+class Raising(Again):
+    def step(self, completion):
+        return 1 / 0
 '''
 SEQ_LEN = 90
 
@@ -219,6 +223,7 @@ def test_between_turns_of_a_template_that_reasons(place):
             "the function `own_environments.None_` cannot be imported",
         ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
+        (["grpo.environment=own_environments.Raising"], BadValue, "an environment raised an exception"),
         (["grpo.partial_rollout=true"], Contradiction, "partial rollouts need"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -1,7 +1,7 @@
 """Command line: thin typer commands that import heavy modules when they run.
 
-Each command is a function in its own module `<command>_command.py`, listed in `_COMMANDS`. A command with subcommands
-is a `typer.Typer` named `app`, listed in `_GROUPS`. Data goes to stdout, logs and errors to stderr.
+The module `<command>_command.py` has the function of each command in `_COMMANDS`, or the `typer.Typer` named `app` of
+each command with subcommands in `_GROUPS`. Data goes to stdout, logs and errors to stderr.
 
 A `HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130. An
 `OSError` of a file or disk, and a missing training package, are printed as a `HyperParallelError`. A closed output pipe
@@ -39,11 +39,11 @@ def application(only: str | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the `hyper-parallel` command; import the module of the command that the first argument names, else all."""
+    """Run the `hyper-parallel` command; import only the module of the command that the first argument names, if any."""
     if sys.argv[1:] in (["--help"], ["-h"]):
         from hyper_parallel.cli.overview import overview
 
-        with suppress(OSError):  # `run` writes the text again and reports the error
+        with suppress(OSError):  # on failure, `run` below writes the text again and reports the error
             sys.stdout.write(overview((*_COMMANDS, *_GROUPS)))
             sys.stdout.flush()
             return

@@ -49,7 +49,7 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 
 
 def build_app(commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()) -> typer.Typer:
-    """Return a typer application with these commands, and with one command with subcommands for each of `groups`."""
+    """Return a typer application with these commands, and with a command with subcommands per group."""
     app = typer.Typer(
         name="hyper-parallel",
         no_args_is_help=True,
@@ -143,7 +143,7 @@ def run(app: typer.Typer) -> None:
 
 
 def error_of_file(error: OSError) -> HyperParallelError:
-    """Return the coded error for an OSError in `_FILE_ERRORS` or a too long path; for others exit with `_defect`."""
+    """Return the coded error for an OSError of a file or disk; any other OSError ends the process as a defect."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",
@@ -153,7 +153,7 @@ def error_of_file(error: OSError) -> HyperParallelError:
     if errno.errorcode.get(error.errno or 0, "") not in _FILE_ERRORS:
         _defect(error)
     if error.filename is None:
-        if error.errno in DISK_ERRORS:
+        if error.errno in DISK_ERRORS and error.errno != errno.EIO:  # reading can also raise EIO
             return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
         return OutputNotWritable("a file or stream cannot be opened, read or written", got=error.strerror)
     return not_writable(error, error.filename, "a file cannot be read or written")

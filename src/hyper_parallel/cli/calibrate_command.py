@@ -42,10 +42,10 @@ def calibrate(
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of --check.")] = 12,
 ) -> None:
-    """Fit the cost model (device and stack cards) to runs in a CSV, or to micro-benchmarks of this machine.
+    """Fit the constants of the cost model (cards) to runs in a CSV, or to micro-benchmarks of this machine.
 
     Without --runs this machine is measured: matmul, attention, element-wise operators, collectives, and training steps
-    of small models. Without --output, `plan` and `train` on the topology `local` then use the card.
+    of small models. Without --output, `plan` and `train` on the topology `local` then use the resulting card.
     """
     refuse_ignored(ctx, _EXCLUDED, _NEEDED)
     if runs is not None:

@@ -19,7 +19,10 @@ def converse(model: Generator, sampling: Sampling) -> None:
 
     Lines that begin with `/` are commands. Answers are printed on standard output, everything else on standard error.
     Ctrl-C during an answer ends the answer and keeps its text; at other times it ends the conversation. A turn that the
-    model rejects is reported and dropped; without other turns, it raises BadValue (HP102).
+    model rejects, for example as too long, is reported and dropped.
+
+    Raises:
+        BadValue: HP102 when the model rejects the only turn.
     """
     turns: list[dict[str, str]] = []
     is_terminal = sys.stdin.isatty()

@@ -223,7 +223,6 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _lora_of(run_dir: Path) -> Lora | None:
-    """Return the section `lora` of a run's recipe; None without config.yaml or adapters."""
     from hyper_parallel.config import Lora, validated
 
     path = run_dir / "config.yaml"
@@ -240,7 +239,6 @@ def _base_model(run_dir: Path, *, has_adapters: bool) -> Path:
 
 
 def _run_tokenizer(run_dir: Path) -> Path | None:
-    """Return the directory of the tokenizer and chat template that a run stored; None if it stored none."""
     from hyper_parallel.trainer.data import has_tokenizer
 
     return run_dir / "model" if has_tokenizer(run_dir / "model") else None

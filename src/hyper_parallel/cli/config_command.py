@@ -30,7 +30,7 @@ def show(
 ) -> None:
     """Print every value of a recipe with its origin.
 
-    Origins: default, recipe, `extends FILE`, command line, or derived with the reason.
+    Origins: default, recipe, `extends FILE`, command line, or `derived:` with the reason.
     """
     from hyper_parallel.config import load_recipe, recipe_to_yaml, refuse_data_file
     from hyper_parallel.serde import flatten

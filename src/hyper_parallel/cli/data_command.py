@@ -59,7 +59,7 @@ def data(
 
 @contextmanager
 def _without_torch(recipe: Recipe) -> Iterator[None]:
-    """Let imports of torch, which take seconds, fail inside the context, unless it is imported or may be needed."""
+    """Make imports of torch, which take seconds, fail in the context, unless torch is imported or may be needed."""
     from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 
     directory = Path(recipe.data.tokenizer or recipe.model.path).expanduser()
@@ -106,7 +106,6 @@ def _print(sample: DataSample, max_records: int) -> None:
 
 
 def _partial_note(sample: DataSample, max_records: int) -> str:
-    """Return a note that names the limit at which counting stopped: bytes of text, or number of records."""
     from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 

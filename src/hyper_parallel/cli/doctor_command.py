@@ -108,7 +108,7 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
-    """Print the first collective at which ranks diverge, for each process group with such a collective."""
+    """Print the first collective at which ranks diverge, for each process group whose ranks diverge."""
     from hyper_parallel.reports.flight_recorder import divergences, read_dumps
 
     dumps = read_dumps(paths)
@@ -173,7 +173,6 @@ def _python() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Return the finding on the compiler g++, which back ends need for generated kernels."""
     path = shutil.which("g++")
     gives = " and ".join(b.commands["g++"] for b in BACKENDS.values() if "g++" in b.commands)
     if path is None:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def print_dry_run(loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool) -> None:
-    """Trace a step on `rank` (None: one per program) of `num_ranks` (None: the recipe's); print tables or JSON."""
+    """Trace a step and print the result as tables or JSON.
+
+    `num_ranks` None: the ranks of the recipe. `rank` None: trace one rank per distinct program.
+    """
     from hyper_parallel.trainer import dry_run
 
     enable_garbage_collection()

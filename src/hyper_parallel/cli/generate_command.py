@@ -52,8 +52,7 @@ def generate(
 
     With --chat and no prompt, every line of standard input is a user's turn of one conversation. With --prompts, many
     prompts are continued at once, with the same results as one at a time and in input order. Each output line has
-    `text`, `token_ids`, `logprobs` and `finish`. Output lines of an interrupted run can be given as input again and are
-    completed.
+    `text`, `token_ids`, `logprobs` and `finish`. To complete an interrupted run, give its output file as --prompts.
     """
     from hyper_parallel.trainer.generation import Sampling
 
@@ -75,7 +74,7 @@ def generate(
         converse(source.load(), sampling)
     elif output is not None or parallel:
         is_replaced = prompt is not None or as_json
-        hint = "leave out -o and --parallel, or give --prompts FILE.jsonl in place of --prompt and --json"
+        hint = "leave out -o and --parallel, or give --prompts FILE.jsonl instead of --prompt and --json"
         raise BadValue("-o and --parallel need --prompts", hint=hint if is_replaced else "--prompts FILE.jsonl")
     elif prompt is None:
         raise BadValue("no prompt is given", hint='--prompt "Once"')
@@ -110,13 +109,11 @@ def _check_code_options(no_code: bool, trusted: bool) -> None:
 
 
 def _media_error(kind: str, path: str, *, from_file: bool) -> BadValue:
-    """Return the error for an image or recording without a prompt, or with a file of prompts."""
-    hint = f"leave out --{kind}, or give --prompt in place of --prompts" if from_file else '--prompt "What is this?"'
+    hint = f"leave out --{kind}, or give --prompt instead of --prompts" if from_file else '--prompt "What is this?"'
     return BadValue(f"--{kind} needs --prompt, the text of the message that contains it", got=path, hint=hint)
 
 
 def _prompts_conflict(source: _ModelSource, has_prompt: bool, as_json: bool, parallel: str) -> Contradiction:
-    """Return the error for options that `--prompts` excludes, or that exclude each other."""
     single = [name for name, is_given in (("--prompt", has_prompt), ("--json", as_json)) if is_given]
     if single:
         names = " and ".join(single)
@@ -152,7 +149,7 @@ def _continue_prompt(
     chat: bool,
     as_json: bool,
 ) -> None:
-    """Print a prompt, unless it is a chat, and its continuation as it is generated; with `as_json`, JSON at the end.
+    """Print a prompt, unless it is a chat, and its continuation as it is generated; with `as_json`, print JSON only.
 
     A prompt with media becomes a user's message, in which the media precede the text.
     """

@@ -14,15 +14,15 @@ RunDir = Annotated[
 Prompt = Annotated[str | None, Option(help="Text to continue.")]
 Image = Annotated[
     list[str] | None,
-    Option(help="With --prompt: image that the user's message shows; may be repeated."),
+    Option(help="With --prompt: image file in the user's message; may be repeated."),
 ]
 Audio = Annotated[
     list[str] | None,
-    Option(help="With --prompt: recording that the user's message plays; may be repeated."),
+    Option(help="With --prompt: audio file in the user's message; may be repeated."),
 ]
 Prompts = Annotated[
     Path | None,
-    Option(help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False),
+    Option(help='JSON lines file of many prompts, each line with the key "prompt".', dir_okay=False),
 ]
 Output = Annotated[
     Path | None,
@@ -32,7 +32,7 @@ NoCode = Annotated[
     bool,
     Option(
         "--no-code",
-        help="Forbid code in the model directory (default); contradicts --trust-remote-code.",
+        help="Forbid code in the model directory (default). An error with --trust-remote-code.",
     ),
 ]
 Slots = Annotated[int, Option(help="With --prompts: sequences decoded at a time.", min=1)]
@@ -42,7 +42,7 @@ Temperature = Annotated[float, Option(help="Sampling temperature. 0: most likely
 TopP = Annotated[float, Option(help="Sample from the most likely tokens up to this total probability.")]
 TopK = Annotated[int, Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
 Stop = Annotated[list[str] | None, Option(help="Text that ends the continuation; may be repeated.")]
-Seed = Annotated[int, Option(help="Same seed, same text.")]
+Seed = Annotated[int, Option(help="Random seed. The same seed gives the same text.")]
 Chat = Annotated[
     bool,
     Option("--chat", help="Treat the prompt as a user's message. Without a prompt: interactive."),

@@ -95,7 +95,6 @@ def _folder() -> Path:
 
 
 def _unused(name: str) -> str:
-    """Return the path, with a number appended if it exists."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(path for path in names if not os.path.lexists(path))
 

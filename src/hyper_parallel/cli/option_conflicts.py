@@ -1,4 +1,4 @@
-"""Options of a command that it would ignore, because of another option or without it."""
+"""Errors for options that a command would ignore, because another option is given or missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_ignored(
         excluded: For an option, the options that it leaves without effect.
         needed: For an option, the option without which it has no effect.
 
-    Options that forbid something, such as `--no-code`, are satisfied if it does not happen anyway: do not list them.
+    Do not list options that only forbid something, such as `--no-code`.
 
     Raises:
         Contradiction: HP104 for the first option of `excluded`, else of `needed`, whose rule is broken.

@@ -1,6 +1,6 @@
 """Help text of `hyper-parallel`, written without typer, whose import takes most of the time of `--help`.
 
-A test compares the text with the one that typer writes.
+A test compares the text with typer's.
 """
 
 from __future__ import annotations

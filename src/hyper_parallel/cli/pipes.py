@@ -67,7 +67,10 @@ class BrokenPipeSafeStream:
 
 
 def sink_stream(stream: TextIO) -> None:
-    """Redirect a stream's file descriptor to /dev/null, also for native libraries; no effect without a descriptor."""
+    """Redirect a stream's file descriptor to /dev/null, so that native libraries are silenced too.
+
+    No effect for a stream without a descriptor.
+    """
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())

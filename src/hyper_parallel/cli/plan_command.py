@@ -138,7 +138,7 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, r
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of `recipe` or, if it is None, of the model in `ctx`; and the names of model and topology."""
+    """Return the plan of a recipe or, if `recipe` is None, of the model in `ctx`, and (model name, topology name)."""
     params = ctx.params
     if recipe is not None:
         if replaced := sorted(typed_options(ctx).keys() & {*_IN_RECIPE}):
@@ -160,7 +160,6 @@ def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None
 
 
 def _is_plan(text: str) -> bool:
-    """Return whether a text is the beginning of a plan file."""
     return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
@@ -249,7 +248,6 @@ def _towers(spec: ModelSpec, model: str, media: int | None, image_size: int | No
 
 
 def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
-    """Return the launch settings of a plan, with absolute paths of its model and topology files."""
     from hyper_parallel.planner import launch_settings
 
     model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in names)
@@ -258,7 +256,6 @@ def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
 
 
 def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
-    """Return the text to print for a plan: a panel, or all details with `--explain`."""
     from hyper_parallel import planner
 
     width = shutil.get_terminal_size((WIDTH, 24)).columns
@@ -296,7 +293,6 @@ def _next_commands(
 
 
 def _wrapped_lines(words: list[str]) -> Iterator[str]:
-    """Yield the lines of a command, wrapped with a backslash at the end of each line but the last."""
     line = ""
     for word in words:
         if line and len(line) + len(word) > WIDTH - 5:
@@ -307,7 +303,6 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
 
 
 def _current_command(ctx: typer.Context, omitted: Collection[str] = _NOT_REPEATED) -> list[str]:
-    """Return the words of the running command, without the parameters named in `omitted`."""
     words, typed = ["hyper-parallel", "plan"], typed_options(ctx)
     for param in ctx.command.params:
         if param.name in omitted or param.name not in typed:

@@ -27,9 +27,10 @@ _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_he
 
 
 def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int) -> None:
-    """Print the fastest layout for generation and its runners-up, for the options of the `plan` command.
+    """Print the best layout for generation and the runners-up, for the options of the `plan` command in `ctx`.
 
-    `read` returns the spec of a named model. `headroom` None: the default of the device. Texts have `width` columns.
+    `read` returns the spec of a named model. `headroom` is the fraction of device memory to leave free; None: the
+    default of the device. Printed text is wrapped at `width` columns.
 
     Raises:
         BadValue: HP102 for an unknown value of `--for`, or without a model.
@@ -65,7 +66,10 @@ def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headr
 
 
 def _checked_options(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line; raise an error if `--for` is invalid or excludes one."""
+    """Return the names of the options on the command line.
+
+    Raise HP102 for an unknown value of `--for`, and HP104 for an option that it does not support.
+    """
     purpose, typed = ctx.params["purpose"], {*typed_options(ctx)}
     if purpose not in ("train", "generate"):
         raise BadValue("the purpose of a plan is unknown", where="--for", got=purpose, allowed="train, generate")
@@ -92,7 +96,6 @@ def _mostly(seconds: float, terms: dict[str, float]) -> str:
 
 
 def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
-    """Return pairs of label and text, the rows of the printed panel."""
     p, w = plan.best, plan.workload
     memory = f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
     total = f"{format_bytes(p.memory_bytes)} of {format_bytes(plan.device_bytes)}"

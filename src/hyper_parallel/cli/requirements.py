@@ -19,7 +19,7 @@ class Requirement:
 
     Attributes:
         name: Distribution name.
-        minimum: Lowest version that works; empty: any version.
+        minimum: Lowest version that works. Empty: any version.
         need: core (planning and reports), training (also generation), or optional.
         gives: Feature that the package provides.
     """

@@ -59,10 +59,10 @@ def check_schedule_file(path: Path) -> None:
 
 
 def write_schedule(plan: Plan, path: Path, hint: str) -> None:
-    """Write the actions of all pipeline ranks as CSV, one row per rank; `hint` is for a plan without a pipeline.
+    """Write the actions of all pipeline ranks as CSV, one row per rank.
 
     Raises:
-        Contradiction: HP104 for a plan without a pipeline.
+        Contradiction: HP104, with `hint`, for a plan without a pipeline.
         OutputNotWritable: HP105 if the file exists and is not a schedule, or cannot be written.
     """
     from hyper_parallel.mpmd import step_schedule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
 
     `words` are the command-line arguments of `hyper-parallel` on every rank.
     """
-    from hyper_parallel.runtime import launch_words
+    from hyper_parallel.runtime import launch_words, start_capacity
 
     ranks, launch = job.ranks, job.recipe.launch
     by_hand = torchrun_command(job, words)
@@ -37,7 +36,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
     how = f"fork {ranks} ranks"
     if launcher == "ray":
         how = f"start {ranks} actors of Ray on {launch.nnodes} machines"
-    elif ranks > (most := _largest_start(job)):
+    elif ranks > (most := start_capacity(oversubscribe=launch.oversubscribe).num_ranks):
         machines = launch_words(ranks, launch.nproc_per_node)
         command = shlex.join(["hyper-parallel", *_with_quiet(words)])
         return (
@@ -49,7 +48,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
 def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
     """Replace this process with torchrun, submit a Slurm job, or write a Kubernetes manifest.
 
-    The command, script or manifest is printed on standard error. `words` are those of `describe_submit`.
+    The command, script or manifest is printed on standard error. `words` as in `describe_submit`.
 
     Raises:
         OutputNotWritable: HP105 if the script or manifest cannot be written into the run directory.
@@ -99,7 +98,6 @@ def _job_file(launcher: str, job: Job, words: Sequence[str]) -> tuple[Path, str]
 
 
 def _write_job_file(job: Job, path: Path, text: str) -> None:
-    """Write a script or manifest into the run directory, and print it on standard error."""
     from hyper_parallel.serde import write_text
     from hyper_parallel.trainer.run_directory import claim_run_directory
 
@@ -108,15 +106,6 @@ def _write_job_file(job: Job, path: Path, text: str) -> None:
         (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     sys.stderr.write(text)
-
-
-def _largest_start(job: Job) -> float:
-    """Return the maximum number of ranks on this machine; infinity with `launch.oversubscribe` on a CPU."""
-    from hyper_parallel.runtime import local_capacity
-
-    capacity = local_capacity()
-    unlimited = capacity.is_cpu and job.recipe.launch.oversubscribe
-    return math.inf if unlimited else capacity.num_ranks
 
 
 def torchrun_command(job: Job, words: Sequence[str]) -> str:

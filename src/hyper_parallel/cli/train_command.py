@@ -81,7 +81,6 @@ def train(
 
 
 def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
-    """Return the command that traces a dry run; `words` are recipe and overrides, `options` has values by option."""
     command = ["hyper-parallel", "train", *words, "--dry-run", "--trace"]
     for name, value in options.items():
         if name != "--trace" and value is not None and value is not False:
@@ -90,7 +89,10 @@ def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
 
 
 def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
-    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words`: recipe, overrides."""
+    """Raise HP102 for an override that begins with a dash, such as `-training.lr=1`, which typer reads as option `-t`.
+
+    `words` are the recipe and the overrides, for the hint.
+    """
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",
@@ -108,7 +110,6 @@ def _train_recipe(
     no_calibrate: bool,
     no_code: bool,
 ) -> None:
-    """Train a recipe with its overrides and the layout of the saved plan, if there is one."""
     from hyper_parallel.hub import permit_stream
 
     loaded, saved = _load_with_plan(recipe, values, plan, no_code)
@@ -126,7 +127,6 @@ def _train_recipe(
 def _load_with_plan(
     recipe: Path, values: Sequence[str], plan: Path | None, no_code: bool
 ) -> tuple[LoadedRecipe, _SavedPlan | None]:
-    """Return a recipe with its overrides and the layout of the saved plan, if there is one; and that plan."""
     loaded = load_any_recipe(recipe, values, no_code)
     if plan is None:
         return loaded, None
@@ -145,7 +145,7 @@ def _key(override: str) -> str:
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
     """Load a recipe or a LlamaFactory file; errors are those of `load_recipe` and `load_llamafactory`.
 
-    With `no_code`, also raise CodeRefused (HP110) if it names code. Hints name the command `command`.
+    With `no_code`, also raise CodeRefused (HP110) if the file names code. `command` is the running command, for hints.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -336,7 +336,6 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines about the fused kernels of a run; `kernels` has the operators of each, largest kernel first."""
     if not kernels:
         return
     yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"
@@ -348,8 +347,8 @@ def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
     """Write the report of a run; print results on standard error, and the sample on standard output.
 
-    With --quiet, print one line on standard output instead. Do nothing if a report of the finished run exists. Write
-    errors are collected in `unwritten`.
+    With --quiet, print one line on standard output instead. Do nothing if the run had ended before and its report is
+    up to date. Write errors are collected in `unwritten`.
     """
     from hyper_parallel.reports import write_report
 

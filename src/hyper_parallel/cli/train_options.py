@@ -1,4 +1,4 @@
-"""Options of `hyper-parallel train`: type and help text of its own parameters."""
+"""Options of `hyper-parallel train`: type and help text of each parameter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-RecipePath = Annotated[Path, Argument(help="Recipe YAML.", dir_okay=False)]
+RecipePath = Annotated[Path, Argument(help="Recipe (YAML or JSON) or LlamaFactory YAML file.", dir_okay=False)]
 Overrides = Annotated[list[str] | None, Argument(help="Values that replace the recipe's, as a.b=c.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")]
 Trace = Annotated[bool, Option("--trace", help="With --dry-run: trace a step; print exact memory and traffic.")]

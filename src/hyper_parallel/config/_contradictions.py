@@ -1,6 +1,7 @@
 """Contradictions: recipe values that are each allowed, but not together.
 
-Rows of the tables are `Rule`s. Functions for `Rule.when` return None if the recipe satisfies the rule.
+Rows of the tables are `Rule`s. Functions for `Rule.when` return None if the recipe satisfies the rule, else values of
+the placeholders in the rule's texts, such as the overrides that a hint suggests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
 
 
 def _or_pt(recipe: Recipe) -> dict[str, str]:
-    """Return `or_pt`, the alternative `stage: pt` unless other values need sft, and `source`, an override for sft."""
+    """Return the end `or_pt` of the hint, which suggests `stage=pt` if possible, and the override `source` for sft."""
     needs_sft = recipe.parallel.submodels is not None or recipe.data.balance == "cost"
     source = " data.source=FILE" if recipe.data.source == "python-stdlib" else ""
     return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token", "source": source}
@@ -59,7 +60,6 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return one dict of placeholder values for `data.columns`, and one for `data.roles`, if it repeats a name."""
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -81,7 +81,6 @@ def _replaced_holdout(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _masks_without_packing(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `or_packing`, the alternative of packing; empty if the stage or a memory plan excludes it."""
     data = recipe.data
     if data.packing or data.mask_documents is None:
         return None
@@ -90,7 +89,6 @@ def _masks_without_packing(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _masks_in_plan(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `unpacked`, the overrides that turn packing off; None without a memory plan or document masks."""
     if not recipe.offload.on or not recipe.data.masks(recipe.stage):
         return None
     default = " data.mask_documents=null" if recipe.data.mask_documents is not None else ""
@@ -98,7 +96,6 @@ def _masks_in_plan(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _split_without_data(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `holdout`, the override that a validation dataset needs; None if `validation_split` has a dataset."""
     data = recipe.data
     if data.validation_split is None or data.validation is not None:
         return None
@@ -124,7 +121,7 @@ _DATA_RULES: Final[Rules] = (
          "streaming supports one source only",
          "{count} sources, streaming=true", "set `data.streaming=false`, or one `data.source`"),
     Rule("data.balance", lambda r: r.data.balance == "cost" and r.data.streaming,
-         "a stream is read before the costs of its records are known",
+         "`data.balance: cost` needs the costs of records in advance, which a stream does not have",
          "balance=cost, streaming=true", "set `data.balance=auto`", "auto, none"),
     Rule("data.balance", lambda r: r.data.balance == "cost" and not r.data.streaming and r.stage != "sft",
          "only conversations of `stage: sft` have images and audio to balance",
@@ -148,12 +145,14 @@ _DATA_RULES: Final[Rules] = (
 
 
 def _plan(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `off`, the overrides that disable the memory plan; None if offload is off."""
     return {"off": offload_off(recipe)} if recipe.offload.on else None
 
 
 def _idle_offload(recipe: Recipe) -> dict[str, str] | None:
-    """Return the placeholder values for keys of offload without a goal; `on` is empty if a goal would break a rule."""
+    """Return the placeholder values for settings of `offload` without a goal.
+
+    `on`, the goals to suggest, is empty if offload would break a rule.
+    """
     changed = [*recipe.offload.model_dump(exclude_defaults=True)]
     if recipe.offload.on or not changed:
         return None
@@ -196,13 +195,12 @@ def _held_out(recipe: Recipe) -> str:
 
 
 def _interval(recipe: Recipe) -> int:
-    """Return an interval in steps for checkpoints and evaluations: the one that is set, or 100, in whole rollouts."""
+    """Return the interval of checkpoints or evaluations that is set, or 100, rounded up to whole GRPO rollouts."""
     interval = recipe.checkpoint.every or recipe.training.eval_every or 100
     return interval + -interval % (recipe.grpo.num_iterations if recipe.stage == "grpo" else 1)
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, object] | None:
-    """Return, as `change`, overrides for equal intervals; None if all checkpoints are evaluated, or need not be."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None
@@ -211,7 +209,7 @@ def _misses_evaluations(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _evaluations(recipe: Recipe) -> str:
-    """Return the overrides that enable evaluations, also as `keep_best` needs them; empty if they are enabled."""
+    """Return the overrides that enable evaluations, with `keep_best` at every checkpoint; "" if enabled."""
     if recipe.training.eval_every:
         return ""
     interval = _interval(recipe)
@@ -220,7 +218,6 @@ def _evaluations(recipe: Recipe) -> str:
 
 
 def _no_held_out_data(recipe: Recipe) -> dict[str, object] | None:
-    """Return the placeholder values for evaluations without held-out data; None if there is some."""
     data, training = recipe.data, recipe.training
     if not training.eval_every or not (change := _held_out(recipe).strip()):
         return None
@@ -243,7 +240,6 @@ def _stops_without_patience(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _elastic_batch(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `change`, overrides that fix the tokens of a step; None if they are fixed, or without `elastic`."""
     training, parallel = recipe.training, recipe.parallel
     if not training.elastic or training.tokens_per_step is not None:
         return None
@@ -255,7 +251,6 @@ def _elastic_batch(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _unused_decay(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `wsd`, the alternative of the schedule wsd; empty if warm-up and decay exceed the run."""
     t = recipe.training
     if t.epochs is not None or t.decay_steps is None or t.lr_schedule in ("wsd", "warmup_stable_decay"):
         return None
@@ -291,7 +286,6 @@ def _too_many_ranks(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _too_many_sequences(recipe: Recipe) -> dict[str, object] | None:
-    """Return the placeholder values for a step above `MOST_SEQUENCES`; None for any other step."""
     training, dp = recipe.training, recipe.parallel.dp_replicate * recipe.parallel.dp_shard
     batch = {"microbatch": training.microbatch or 1, "accumulation_steps": training.accumulation_steps or 1}
     sequences = dp * math.prod(batch.values())
@@ -306,7 +300,6 @@ def _too_many_sequences(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _other_world_size(recipe: Recipe) -> dict[str, object] | None:
-    """Return the placeholder values if explicit degrees do not multiply to `parallel.world_size`; else None."""
     parallel, ranks = recipe.parallel, _ranks(recipe)
     if parallel.is_planned or parallel.world_size in (None, ranks):
         return None
@@ -317,7 +310,6 @@ def _other_world_size(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _unused_recompute_layers(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `full`, the alternative of recomputation; empty with `parallel: auto`, which chooses the layers."""
     training = recipe.training
     if training.recompute_layers is None or training.recompute == "full":
         return None

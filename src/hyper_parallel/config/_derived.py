@@ -1,4 +1,4 @@
-"""Derivation of recipe values from other values. Origins of derived values are entered into the dict `origins`."""
+"""Derivation of recipe values from other values. Functions enter the origins of derived values into `origins`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> R
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Return the recipe with the steps of `warmup_ratio`, or with a shorter default warm-up if the run is too short.
+    """Return the recipe with `warmup_steps` computed from `warmup_ratio`, if the ratio is set.
+
+    Without a ratio, a default warm-up that is longer than the run becomes a tenth of the run, rounded down.
 
     Raises:
         Contradiction: HP104 if the recipe sets `warmup_ratio`, and `warmup_steps` to a number other than 0.
@@ -90,7 +92,7 @@ def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Return the recipe with the degrees of `parallel.submodels.language` in `parallel`, except for keys that are set.
+    """Return the recipe with the degrees of `parallel.submodels.language` copied to the unset degrees of `parallel`.
 
     The recipe is unchanged without submodels, or if the planner chooses them.
     """

@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -86,10 +86,10 @@ _ALTERNATIVES: Final = (
     (("training", "warmup_steps"), ("training", "warmup_ratio")),
     (("offload", "budget"), ("offload", "max_slowdown")),
 )
-"""Pairs of alternative keys: a layer that sets one of them drops the other's value from earlier layers."""
+"""Pairs of alternative keys: a layer that sets one key drops values of the alternative key from earlier layers."""
 
 _OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
-"""Keys derived by preference stages; a layer that changes to such a stage drops their earlier values."""
+"""Keys that preference stages derive; a layer that changes to a preference stage drops their earlier values."""
 
 _UNSET: Final = object()
 """Layer value that removes the values of earlier layers."""
@@ -109,18 +109,20 @@ class LoadedRecipe:
         origins: Origin of every value by dotted key: `default`, `recipe`, `extends FILE`, `command line`, `derived:
             REASON`, or the origin of a layer that `load_recipe` or `with_submodels` was given.
         path: The recipe file.
+        aliases: Alias that the user wrote, by dotted key: `parallel.tp` for `parallel.tp_x`.
     """
 
     recipe: Recipe
     origins: dict[str, str]
     path: Path
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """Return the origin of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
+        """Return the place of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
         below = {origin for name, origin in self.origins.items() if name.startswith(f"{key}.")} - {_DEFAULT}
         section = below.pop() if len(below) == 1 else "recipe" if below else _DEFAULT
         origin = self.origins.get(key, _DEFAULT)
-        return _where(self.path, key, section if origin == _DEFAULT else origin)
+        return _where(self.path, self.aliases.get(key, key), section if origin == _DEFAULT else origin)
 
 
 def load_recipe(
@@ -131,18 +133,19 @@ def load_recipe(
     """Read a recipe file, apply its parent and the overrides, and check it.
 
     Relative paths of inputs (model, source, tokenizer, ...) are resolved against the folder of their file if they exist
-    there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
+    there, else against the working directory. Overrides and directories to write, such as `output_dir`, are relative to
+    the working directory.
 
     The recipe replaces values of its parent, and overrides replace values of both, key by key. For a key that cannot be
-    null, the override `null` restores the default. A value of `steps` or `epochs`, `warmup_steps` or `warmup_ratio`,
-    `budget` or `max_slowdown` drops an earlier value of the other key. A change to a preference stage drops earlier
-    values of packing, document masks and microbatch.
+    null, the override `null` restores the default. In each pair `steps` and `epochs`, `warmup_steps` and
+    `warmup_ratio`, `budget` and `max_slowdown`, setting one key drops earlier values of the other. A change to a
+    preference stage drops earlier values of packing, document masks and microbatch.
 
     Args:
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
             names one parent whose values the file overrides. A parent cannot have a parent.
         overrides: Values as `a.b=c`. `c` is parsed as YAML, except that the value of a text key is literal.
-        layers: Content that replaces the file: pairs of origin and values by dotted key. None: read the file.
+        layers: Layers to merge instead of the file: pairs of origin and values by dotted key. None: read the file.
 
     Raises:
         RecipeUnreadable: HP103 if a file cannot be read, is a data file, is too large, has a syntax error (with its
@@ -152,14 +155,15 @@ def load_recipe(
         Contradiction: HP104 if values contradict each other, or if the parent has a parent.
         DegreesMismatch: HP301 if the degrees do not multiply to `parallel.world_size`.
 
-    Of several unknown keys and invalid values, or several contradictions, the first is raised and lists the others.
+    If there are several unknown keys and invalid values, or several contradictions, the first error lists the others.
     """
     path = Path(path)
     refuse_data_file(path)
-    merged = _merge_layers(path, overrides, layers)
+    merged, aliases = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
-    sources = _Sources(path, origins, overrides, is_recipe=layers is None)
-    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
+    named = origins | {alias: origins[key] for key, alias in aliases.items()}
+    sources = _Sources(path, named, overrides, is_recipe=layers is None)
+    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override, aliases)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     try:
         for derive in (derive_warmup, derive_unset, derive_submodels):
@@ -167,11 +171,10 @@ def load_recipe(
     except Contradiction as error:
         error.where = f"{path}: {error.where}"
         raise
-    return _checked(LoadedRecipe(recipe, resolved, path))
+    return _checked(LoadedRecipe(recipe, resolved, path, aliases))
 
 
 def _checked(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Return the recipe unchanged; raise Contradiction (HP104) if its values contradict each other."""
     raise_all(check_recipe(loaded.recipe, loaded.where))
     return loaded
 
@@ -213,8 +216,8 @@ class _Sources:
 def refuse_data_file(path: Path, command: str | None = None) -> None:
     """Raise RecipeUnreadable (HP103) if a data file is given as the recipe.
 
-    `command` is the name of the command, such as `train`. The hint is this command with a recipe that reads the file as
-    data; for `plan`, with a recipe only. None, as for callers in Python: the hint is a sentence.
+    With the name of a command, such as `train`, the hint is a command line: this command with a recipe that reads the
+    file as data or, for `plan`, with a recipe only. With `command` None, for callers in Python, it is a sentence.
     """
     if is_data_file(path) and path.is_file():
         hint = "give a recipe that names the file under `data.source`"
@@ -270,7 +273,7 @@ def _as_yaml(value: object) -> str:
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
-    """Return the recipe with `training.steps` in place of `training.epochs`; `steps` is the equivalent number.
+    """Return the recipe with `training.epochs` replaced by `training.steps`, the number of steps of these epochs.
 
     Raises:
         Contradiction: HP104 if other values contradict `steps`, such as a longer warm-up or decay.
@@ -278,7 +281,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     recipe = with_values(loaded.recipe, "training", {"steps": steps, "epochs": None})
     reason = f"derived: training.epochs={loaded.recipe.training.epochs:g}"
     origins = {**loaded.origins, "training.steps": reason}
-    return _checked(LoadedRecipe(derive_warmup(recipe, origins), origins, loaded.path))
+    return _checked(replace(loaded, recipe=derive_warmup(recipe, origins), origins=origins))
 
 
 def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str) -> LoadedRecipe:
@@ -295,7 +298,7 @@ def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]],
     update = {"submodels": Submodels.model_validate(parts), "world_size": None}
     origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
     recipe = derive_submodels(with_values(loaded.recipe, "parallel", update), origins)
-    return _checked(LoadedRecipe(recipe, origins, loaded.path))
+    return _checked(replace(loaded, recipe=recipe, origins=origins))
 
 
 def _where(path: Path, key: str, origin: str) -> str:
@@ -330,7 +333,6 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
 
 
 def _grandparent_error(parent: Path, grandparent: object) -> Contradiction:
-    """Return the error for the key `extends` with the value `grandparent` in the file `parent`."""
     hint = f"remove `extends` from {parent}"
     if isinstance(grandparent, str):
         file = parent.parent / grandparent
@@ -396,15 +398,23 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         whole = isinstance(value, Mapping) and field is not None and is_mapping(field.annotation)
         unset = value is None and field is not None and type(None) not in get_args(field.annotation)
         if whole or unset:
-            layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
+            layer = {k: v for k, v in layer.items() if _without_alias(k)[: len(key)] != _without_alias(key)}
             layer[key] = _UNSET
         items = [] if unset else [(key, value)]
         if isinstance(value, Mapping):
             items = [*_flatten(reduce(lambda inner, part: {part: inner}, reversed(key), value), Recipe)]
         for name_of_item, item in items:
-            layer.pop(name_of_item, None)  # a repeated key counts at its last place
+            for known in [k for k in layer if _without_alias(k) == _without_alias(name_of_item)]:
+                del layer[known]  # a repeated key counts at its last place
             layer[name_of_item] = item
     return layer
+
+
+def _without_alias(key: _Key) -> _Key:
+    """Return a key with the name of the field that it sets: `parallel.tp_x` for `parallel.tp`."""
+    if key[:1] != ("parallel",) or len(key) == 1:
+        return key
+    return (key[0], Parallel.KEY_ALIASES.get(key[1], key[1]), *key[2:])
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
@@ -472,12 +482,10 @@ def _yaml_problem(name: str, text: str, cause: Exception) -> tuple[str, str | No
 
 
 def _with_spaces(value: Any, text: str) -> str | None:
-    """Return the text of a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
     return re.sub(r"([{,]\s*[^\s{}\[\],:]+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
 
 
 def _has_joined_key(value: Any) -> bool:
-    """Return whether YAML has read `key:value` without a space as one key without a value, at any depth."""
     if isinstance(value, list):
         return any(map(_has_joined_key, value))
     return isinstance(value, Mapping) and any(
@@ -491,8 +499,12 @@ def _has_joined_key(value: Any) -> bool:
 
 def _merge_layers(
     path: Path, overrides: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]] | None
-) -> dict[_Key, tuple[Any, str]]:
-    """Return a dict from key to (value, origin) after merging all layers; arguments as for `load_recipe`."""
+) -> tuple[dict[_Key, tuple[Any, str]], dict[str, str]]:
+    """Merge all layers; arguments as for `load_recipe`.
+
+    Return a dict from key to (value, origin), and a dict from dotted key to the alias that the user wrote for it.
+    """
+    aliases: dict[str, str] = {}
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
     if layers is None:
         sources = list(_layers(path, overrides))
@@ -500,7 +512,7 @@ def _merge_layers(
         sources = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
-        _merge_parallel(path, merged, layer, origin)
+        _merge_parallel(path, merged, layer, origin, aliases)
         _merge_word(merged, layer, ("overlap",), Overlap.WORDS)
         _merge_word(merged, layer, ("parallel", "submodels"), Submodels.WORDS)
         _drop_replaced(merged, layer)
@@ -509,7 +521,7 @@ def _merge_layers(
                 _drop(merged, key)
             else:
                 merged[key] = (value, origin)
-    return merged
+    return merged, {key: alias for key, alias in aliases.items() if _split(key) in merged}
 
 
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
@@ -535,18 +547,22 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
                 _drop(merged, key)
 
 
-def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str) -> None:
-    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ."""
+def _merge_parallel(
+    path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str, aliases: dict[str, str]
+) -> None:
+    """Apply the rules of `parallel` to a layer before it is merged, and update `aliases` for the keys that it sets."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]
         layer.setdefault(auto, True)
         for degree in DEGREES:
             merged.pop(("parallel", degree), None)
-    aliased = [k for k in layer if k[0] == "parallel" and k[1:] and k[1] in Parallel.KEY_ALIASES]
-    for key in aliased:
-        alias, name = key[1], Parallel.KEY_ALIASES[key[1]]
-        target, value = ("parallel", name, *key[2:]), layer.pop(key)
+    for key in layer:
+        aliases.pop(dotted(key), None)
+    for key in [k for k in layer if _without_alias(k) != k]:
+        target, value = _without_alias(key), layer.pop(key)
+        alias, name = key[1], target[1]
+        aliases[dotted(target)] = dotted(key)
         if (named := layer.setdefault(target, value)) != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",
@@ -601,9 +617,9 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe for any working directory.
+    """Return a copy of a recipe that does not depend on the working directory.
 
-    Inputs that exist and directories to write become absolute paths, snapshots in the Hub's cache become Hub names.
+    Inputs that exist and directories to write become absolute paths. Snapshots in the Hub's cache become Hub names.
     """
 
     def absolute(value: str | None, written: bool) -> str | None:
@@ -628,7 +644,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return pairs of dotted key and value for each path or name in a recipe that may be read."""
+    """Return pairs of dotted key and value for each input that a recipe names: a path, a Hub name or a preset."""
     paths: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
     for key in _PATHS:
         value = attrgetter(key)(recipe)

@@ -14,13 +14,11 @@ from hyper_parallel.config._rules import Rule, Rules, offload_off
 
 
 def _packed(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `masks`, the further override that `packing=false` needs; None if sequences are not packed."""
     data = recipe.data
     return {"masks": "" if data.mask_documents is None else " data.mask_documents=null"} if data.packing else None
 
 
 def _without_axes(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `change`, the overrides that turn pipeline and context parallelism off; None without either."""
     parallel = recipe.parallel
     if parallel.pp == 1 and parallel.cp == 1:
         return None
@@ -37,14 +35,12 @@ def _without_axes(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _ahead(recipe: Recipe) -> dict[str, str]:
-    """Return, as `ahead`, the overrides that let sampling run ahead of training."""
     grpo = recipe.grpo
     ranks = "" if grpo.rollout_ranks else f"grpo.rollout_ranks={grpo.copy_ranks} "
     return {"ahead": f"{ranks}grpo.max_staleness={grpo.max_staleness or 1}"}
 
 
 def _partial(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `ahead`, the overrides that partial rollouts need; None if they need none, or are off."""
     grpo, training = recipe.grpo, recipe.training
     if not grpo.partial_rollout or (grpo.max_staleness and not training.deterministic):
         return None
@@ -55,7 +51,6 @@ def _partial(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _stale_without_ranks(recipe: Recipe) -> dict[str, str] | None:
-    """Return `ranks` and `fresh`, overrides that add ranks or remove staleness; None if staleness has its ranks."""
     grpo = recipe.grpo
     if not grpo.max_staleness or grpo.rollout_ranks:
         return None
@@ -73,7 +68,6 @@ def _next_multiple(recipe: Recipe, every: int, iterations: int) -> int:
 
 
 def _unused_clipping(recipe: Recipe) -> list[dict[str, object]]:
-    """Return one dict of placeholder values per clip range that is set for a single optimizer step per rollout."""
     grpo, checkpoint = recipe.grpo, recipe.checkpoint
     if grpo.num_iterations > 1:
         return []
@@ -87,7 +81,6 @@ def _unused_clipping(recipe: Recipe) -> list[dict[str, object]]:
 
 
 def _rewards_of_one_name(recipe: Recipe) -> dict[str, str] | None:
-    """Return the name that two rewards have in metrics, and these rewards; None if all names differ."""
     grpo = recipe.grpo
     names = grpo.reward_names
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -98,7 +91,6 @@ def _rewards_of_one_name(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `needed`, the overrides that `reference_role: sampler` lacks; None for `learner`, or if it has all."""
     grpo = recipe.grpo
     values = {f"grpo.rollout_ranks={grpo.copy_ranks}": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
     needed = " ".join(text for text, is_missing in values.items() if is_missing)
@@ -141,7 +133,7 @@ GRPO_RULES: Final[Rules] = (
          "the planner divides ranks between training and sampling only with `parallel: auto`",
          "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}={number}`"),
     Rule("parallel", _without_axes,
-         "`stage: grpo` samples with the training layout, which cannot use pipeline or context parallelism yet",
+         "`stage: grpo` samples with the training layout, and sampling does not support pp or cp above 1 yet",
          "pp={parallel.pp}, cp={parallel.cp}",
          "set `{change}`", "dp_replicate, dp_shard, tp, ep"),
     Rule("grpo.max_staleness", _stale_without_ranks,
@@ -149,7 +141,7 @@ GRPO_RULES: Final[Rules] = (
          "max_staleness={grpo.max_staleness}, rollout_ranks=0",
          "set `{ranks}`, or `{fresh}`"),
     Rule("grpo.reference_role", _lacking_reference,
-         "a reference on the sampling ranks needs a reference (`beta` > 0) and extra sampling ranks",
+         "`reference_role: sampler` needs a reference model (`beta` > 0) and extra sampling ranks",
          "reference_role=sampler, beta={grpo.beta:g}, rollout_ranks={grpo.rollout_ranks}",
          "set `grpo.reference_role=learner`, or `{needed}`"),
     Rule("grpo.partial_rollout", _partial,

@@ -25,10 +25,10 @@ class Grpo(Section):
     """Reinforcement learning with `stage: grpo`: advantages from comparing the completions of one prompt."""
 
     reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
-    """Rewards. exact_match: 1 if the completion is the answer, else 0. prefix_match: length of the common prefix of
-    completion and answer, divided by the larger of their lengths. environment: the sum of the rewards of
-    `grpo.environment`. Otherwise: dotted paths of functions that take `prompts`, `completions` and data columns, as in
-    TRL, or directories of reward models, as exported by `stage: rm`."""
+    """Rewards. exact_match: 1 if the completion equals the answer, else 0. prefix_match: length of the common prefix of
+    completion and answer, divided by the larger of their lengths. Both ignore surrounding white space. environment: the
+    sum of the rewards of `grpo.environment`. Otherwise: dotted paths of functions that take `prompts`, `completions`
+    and data columns, as in TRL, or directories of reward models, as exported by `stage: rm`."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1 each."""
     num_generations: int = Field(default=8, ge=2, le=MOST_REPEATS)
@@ -74,8 +74,8 @@ class Grpo(Section):
     """Treatment of tokens whose ratio exceeds the cap. truncate: their importance weight is the cap. mask: they are
     excluded from loss and token count, as are tokens with a ratio below 1 / cap; costs one extra forward pass."""
     min_effective_samples: float | None = Field(default=None, gt=0, le=1)
-    """Skip a step as too far off-policy if its effective sample size, as a fraction of its tokens, is smaller. None:
-    never."""
+    """Skip a step as too far off-policy if its effective sample size, as a fraction of its tokens, is below this value.
+    None: never."""
     num_iterations: int = Field(default=1, ge=1, le=MOST_REPEATS)
     """Optimizer steps on the same completions (key as in TRL)."""
     epsilon: float = Field(default=0.2, gt=0)

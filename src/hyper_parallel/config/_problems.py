@@ -61,9 +61,10 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field of a path of keys, aliases and list indices; None for an unknown key.
+    """Return the field at a path; None for an unknown key.
 
-    A part after a list or mapping is an index or a free key. It refers to the field of that list or mapping.
+    Parts of a path are keys or aliases of sections, list indices, and free keys of mappings. An index or a free key at
+    the end gives the field of its list or mapping.
     """
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
@@ -115,7 +116,7 @@ def _describe(annotation: Any) -> str:
         words = [_describe(a) for a in arguments if a is not type(None)]
         return " or ".join([*words, "null"] if type(None) in arguments else words)
     if origin is typing.Literal:
-        return ", ".join(str(a) for a in arguments)
+        return ", ".join("true" if a is True else str(a) for a in arguments)
     if origin in (list, tuple):
         if origin is tuple and Ellipsis not in arguments:
             return f"a list of {len(arguments)} values, each {_describe(arguments[0])}"
@@ -166,7 +167,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key and aliases of every value in a section, its nested sections and those that may be null."""
+    """Yield the dotted keys and aliases of all values of a section, including sections that may be null."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -193,7 +194,6 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
 
 
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return a path of a pydantic error without the name of a union member that pydantic may append."""
     field = field_at(model, path[:-1])
     if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
         return path
@@ -302,7 +302,6 @@ def _assignments(model: type[BaseModel], section: type[BaseModel], key: str, tex
 
 
 def _has_keys(field: FieldInfo) -> bool:
-    """Return whether a field is a section, a collection of sections, or a mapping with free keys."""
     arguments = typing.get_args(field.annotation)
     mapping = is_mapping(field.annotation) or any(map(is_mapping, arguments))
     return mapping or section_of(field.annotation) is not None
@@ -320,19 +319,13 @@ def _parts(key: str) -> list[str | int]:
 
 @dataclass(frozen=True, slots=True)
 class _InvalidValues:
-    """Converter of the pydantic errors of a file to coded errors.
-
-    Attributes:
-        model: Section at the root of the file.
-        where: As for `validated`.
-        as_override: As for `validated`.
-        data: Values of the file, as passed to pydantic.
-    """
+    """Converter of the pydantic errors of a section to coded errors. Fields are the arguments of `validated`."""
 
     model: type[BaseModel]
     where: Callable[[str], str]
     as_override: Callable[[str, object, str], str]
     data: object
+    aliases: Mapping[str, str]
 
     def problems(self, error: ValidationError) -> list[HyperParallelError]:
         """Return the coded errors for the first `_MOST_PROBLEMS` items of a validation error, in pydantic's order."""
@@ -340,7 +333,7 @@ class _InvalidValues:
         details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
         for number, item in enumerate(details):
             path = _without_member(self.model, item["loc"])
-            # Each member of a union fails with an item of its own; keep the first.
+            # Each member of a union fails with a separate item; keep the first.
             items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
@@ -349,7 +342,8 @@ class _InvalidValues:
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
-        key, field = dotted(path), field_at(self.model, path)
+        field = field_at(self.model, path)
+        key = self.aliases.get(dotted(path), dotted(path))
         allowed = None if field is None else describe(field)
         is_extra = item["type"] == "extra_forbidden"
         if (
@@ -429,7 +423,7 @@ class _InvalidValues:
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
         """Return a hint with a similar value, a list, another key or, if none of these fits, the default; else None."""
-        field, key = field_at(self.model, path), dotted(path)
+        field, key = field_at(self.model, path), self.aliases.get(dotted(path), dotted(path))
         if field is None:
             return None
         near = _near_value(self.model, field, path, value)
@@ -450,7 +444,6 @@ class _InvalidValues:
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section; None if no key of the section accepts the value."""
         section = optional_section(field.annotation)
         if section is None:
             return None
@@ -467,7 +460,6 @@ class _InvalidValues:
         return None
 
     def _foreign_hint(self, key: str, value: object) -> str | None:
-        """Return the hint for a key of another training program, or None if the name is unknown."""
         names: Mapping[str, ForeignKey] = getattr(self.model, "FOREIGN_KEYS", {})
         written = key.lower().replace("-", "_").split(".")
         parts = [part for part in written if not part.isdigit()] or written
@@ -498,8 +490,9 @@ def validated(
     data: object,
     where: Callable[[str], str],
     as_override: Callable[[str, object, str], str],
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> S:
-    """Return the validated section; if there are several problems, the error lists the others.
+    """Return `data` as a section of class `model`; if there are several problems, the first error lists the others.
 
     Args:
         model: Class of the section.
@@ -507,6 +500,7 @@ def validated(
         where: Function from a dotted key to its origin, for errors: `recipe.yaml: training.lr (set by command line)`.
         as_override: Function for hints: `as_override(key, value, written)` returns the assignment in the user's syntax;
             `written` is the key that the user wrote.
+        aliases: Alias that the user wrote, by dotted key, for errors.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -515,12 +509,12 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise_all(_InvalidValues(model, where, as_override, data).problems(error))
+        raise_all(_InvalidValues(model, where, as_override, data, aliases).problems(error))
         raise
 
 
 def read_section(path: Path, model: type[S], error: type[HyperParallelError], file_type: str) -> S:
-    """Return the section of class `model` in a YAML or JSON file; errors as for `read_mapping` and `validated`."""
+    """Read a YAML or JSON file as a section of class `model`; errors are those of `read_mapping` and `validated`."""
     return validated(
         model,
         read_mapping(path, error, file_type),
@@ -534,7 +528,7 @@ def _short(value: object) -> str:
 
 
 def raise_all(errors: Sequence[HyperParallelError]) -> None:
-    """Raise the first error, with one line for each other error; return if there are none."""
+    """Raise the first error, which lists the other errors; return if there are no errors."""
     if not errors:
         return
     first = errors[0]

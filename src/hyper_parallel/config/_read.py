@@ -26,7 +26,7 @@ else:
     _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LIMITS: Final = Limits(num_bytes=512 * 1024, num_elements=50_000, depth=30, integer_bits=4096)
-"""Limits of a recipe, a topology, a file of LlamaFactory or a list of data sets."""
+"""Limits of recipes, topology files, LlamaFactory files and lists of data sets."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
@@ -34,7 +34,7 @@ _LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
 
 
 class _StrictLoader(_Loader):
-    """SafeLoader that rejects repeated keys; PyYAML's loader silently keeps the last value of such a key."""
+    """SafeLoader that rejects repeated keys, of which PyYAML's loader silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

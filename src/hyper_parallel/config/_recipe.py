@@ -1,4 +1,4 @@
-"""The recipe: all sections of one training run, and the sections of adapters, planned memory and launchers."""
+"""Class `Recipe` with all sections of a training run, and the sections of adapters, planned memory and launchers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Offload(Section):
     """Alternative goal: smallest device memory whose step time grows by at most this fraction (0.02: 2 %)."""
     dram: Bytes | None = None
     """Maximum host memory per rank in bytes. None: the rank's share of the topology's host memory; unlimited if the
-    topology states none."""
+    topology gives no host memory."""
     flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
     """Directory for files of offloaded tensors that do not fit in host memory. None: no files are used."""
     flash: Bytes | None = None
@@ -181,7 +181,6 @@ class Launch(Section):
     ray_address: str | None = None
     """Address of the Ray cluster (`auto`, `HOST:6379`). None: RAY_ADDRESS; if unset, a cluster is started on this
     machine."""
-
     image: str | None = None
     """Container image for Kubernetes; must contain this package and torch."""
     namespace: str | None = None

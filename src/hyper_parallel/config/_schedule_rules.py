@@ -14,7 +14,6 @@ _WITH_MIN_RATIO: Final = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "wa
 
 
 def _invalid_arguments(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return one dict of placeholder values per schedule argument that is unknown or invalid."""
     known, invalid = SCHEDULE_ARGS.get(recipe.training.lr_schedule, {}), []
     for key, value in recipe.training.lr_schedule_args.items():
         names = {"key": key, "value": value}

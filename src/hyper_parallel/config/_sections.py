@@ -123,7 +123,6 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Return the entry of a source that is given as a text; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -193,7 +192,7 @@ class Data(Section):
     """Approximate fraction of the documents held out for evaluation; if that is less than one text, the end of the
     longest text. Must be 0, its default then, when `validation` or `streaming` is set."""
     validation: str | None = None
-    """Evaluation data, used instead of held-out documents: one source, as a text in the form of `source`."""
+    """Evaluation data, used instead of held-out documents: a single source, as for `source`."""
     validation_split: str | None = None
     """Split of the dataset in `validation`."""
     streaming: bool = False
@@ -246,7 +245,7 @@ class Training(Section):
     steps: int = Field(default=100, ge=1, le=MOST_STEPS)
     """Total optimizer steps, including those before a resume. If the data is shorter, further epochs follow."""
     epochs: float | None = Field(default=None, gt=0, le=MOST_STEPS)
-    """Passes over the data, from which `steps` is derived; an error if `steps` is set too. None: `steps` decides."""
+    """Passes over the data, from which `steps` is derived; an error if `steps` is set too. None: `steps` is used."""
     seed: int = 0
     """Seed of the initial weights, the data order and all random numbers of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
@@ -271,7 +270,7 @@ class Training(Section):
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
     """Steps of warm-up. A run shorter than the default has no warm-up unless this key is set."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Fraction of `steps` used for warm-up, rounded up, in place of `warmup_steps`. None: `warmup_steps` decides."""
+    """Length of the warm-up as a fraction of `steps`, rounded up. None: `warmup_steps` sets the length."""
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd` and `warmup_stable_decay`. None: a tenth of the run, at least 1."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -316,7 +315,7 @@ class Training(Section):
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a better held-out loss, by transformers' rule. None: never."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
-    """Minimum decrease below the best held-out loss that counts as better."""
+    """A held-out loss is better only if it is lower than the best one by more than this value."""
     log_every: int = Field(default=1, ge=1)
     """Steps between printed lines; steps 1 and `steps` are always printed. `metrics.jsonl` records every step."""
     eval_tokens: int = Field(default=65536, ge=1)
@@ -377,7 +376,6 @@ class LanguageDegrees(TowerDegrees):
 
 
 def _refuse_keys_beside_auto(section: _S) -> _S:
-    """Return the section unchanged; raise ValueError if `auto` is true and another key is set."""
     if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
         name = type(section).__name__.lower()
         raise ValueError(f"`{name}: auto` cannot be combined with other keys of `{name}`, which the planner chooses")

@@ -17,7 +17,6 @@ def _submodels(recipe: Recipe) -> Submodels:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the placeholder values for the first part with other ranks than its degrees need; None if all match."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
@@ -69,6 +68,9 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
     p, training, overlap, data = recipe.parallel, recipe.training, recipe.overlap, recipe.data
     sft = "stage=sft" + " data.format=auto" * (data.format in ("text", "jsonl", "parquet", "csv"))
     sft += " data.source=FILE" * (data.source == "python-stdlib")
+    section = getattr(recipe, recipe.stage, None)
+    changed = {} if section is None else section.model_dump(exclude_defaults=True)
+    sft += "".join(f" {recipe.stage}.{name}=null" for name in changed)
     one = "parallel.submodels=null"
     one += " parallel.auto=true" * (_submodels(recipe).auto and p.world_size is not None)
     excluded = {

@@ -27,7 +27,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return an optimizer's name in lower case, or `adamw` for a name in `_ADAMW`; other values are unchanged."""
+    """Return an optimizer's name in lower case, or `adamw` for a name in `_ADAMW`; dotted paths are unchanged."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()
@@ -98,4 +98,4 @@ MOST_WEIGHT: Final = 1e9
 """Maximum weight of a mixed source; the minimum is 1 / this value. Within these bounds, rounding errors of float64 are
 negligible."""
 MOST_CHUNKS: Final = 64
-"""Maximum chunks of one rank's tokens; each chunk has collectives of its own."""
+"""Maximum chunks of one rank's tokens; each chunk has separate collectives."""

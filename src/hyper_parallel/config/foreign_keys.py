@@ -18,7 +18,7 @@ class ForeignKey:
 
     Attributes:
         key: Corresponding recipe key; empty if there is `advice`.
-        values: Recipe values by the program's values, for those that are spelled differently.
+        values: Recipe value by the other program's value, for values that are spelled differently.
         advice: Hint for a key that no single recipe key with the same value can replace.
     """
 
@@ -28,7 +28,6 @@ class ForeignKey:
 
 
 def _by_name(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return a dict from name to key, for a table from key to names."""
     return {name: key for key, names in table.items() for name in names}
 
 

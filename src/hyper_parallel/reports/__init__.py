@@ -51,7 +51,6 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 
 
 def _check_written(*paths: Path) -> None:
-    """Raise OutputNotWritable (HP105) if a file to write exists and is not a report or trace."""
     for path in paths:
         check_output_file(path, _is_report, "a report or a trace of a run")
 

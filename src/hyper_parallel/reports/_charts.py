@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, largest: float, units: Sequence[tuple[str, float]]) -> Unit:
-        """Return the first of `units`, which are in descending order, that is at most `largest`; else the last one."""
+        """Return the largest of `units` that is at most `largest`, else the last; `units` are in descending order."""
         return cls(*next((u for u in units if largest >= u[1]), units[-1]))
 
 
@@ -144,7 +144,6 @@ def _draw_line(plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_
 
 
 def _legend(lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool) -> list[tuple[str, str, str]]:
-    """Return the legend entries of lines and bands and, if `resumed`, of the vertical lines that mark resumes."""
     styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)
     keys = [*styles.values(), *((k, COLORS[k], "band") for k in kinds)]
@@ -161,7 +160,7 @@ def bars(
     Args:
         rows: One row per bar: label, value per kind, and a note for some kinds.
         units: Candidate units of the axis: `BYTES` or `SECONDS`.
-        limit: Capacity to draw as a line if it is above the longest bar by a factor of at most 4; 0: none.
+        limit: Capacity to draw as a line if it is 1 to 4 times the length of the longest bar; 0: none.
     """
     totals = {label: sum(parts.values()) for label, parts, _ in rows}
     largest = max(totals.values(), default=0.0)

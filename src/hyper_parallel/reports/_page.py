@@ -166,7 +166,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance in data order and balanced order, weighted by media tokens; None without tokens."""
+    """Return the mean imbalance of the steps before and after balancing, weighted by media tokens; None without any."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:
@@ -176,7 +176,7 @@ def _balance(run: RunRecord) -> dict[str, float] | None:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a short name per run: the shortest path suffix that distinguishes all run directories."""
+    """Return the name of each run: the last components of its path, as many as distinguish all run directories."""
     paths = [run.directory.resolve().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -190,7 +190,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """Return the charts for one run or several, by name; None without data. Charts over steps share their x range."""
+    """Return charts of one run or several by name; a chart without data is None. Charts over steps share an x range."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -198,7 +198,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     several = len(runs) > 1
     prefixes = [f"{name}, " if several else "" for name in _names(runs)]
     sources = list(map(_Source, runs, prefixes, _run_colors(runs)))
-    # With several runs, the resume marks of one run could be mistaken for those of another.
+    # With several runs, it would be unclear which of them was resumed at a mark.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     options: dict[str, Any] = {"x_range": across, "marks": resumed}
     losses = [line for s in sources for line in (s.curve("training", "loss"), s.held_out("held out", "loss"))]
@@ -229,7 +229,6 @@ def _reward_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
 
 
 def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, Chart | None]:
-    """Return the charts of accuracy, margin and scores of preference stages, by name; None for a chart without data."""
     charts = {}
     for key in ("accuracy", "margin"):
         lines = [s.curve("training", key, "preference") for s in sources]
@@ -241,7 +240,6 @@ def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, 
 
 
 def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
-    """Return the chart of the fractions of right held-out answers and tokens; None if no evaluation has them."""
     lines = [
         s.held_out(f"held-out {name}s", f"{name}_accuracy", style=style)
         for s in sources
@@ -251,7 +249,7 @@ def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
 
 
 def _predicted_steps(source: _Source) -> Iterator[Curve]:
-    """Yield, for each part with a measured and a predicted step time, a flat line at the predicted one."""
+    """Yield a flat line at the predicted step time of each part that also has measured step times."""
     run = source.run
     for part in run.parts:
         ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
@@ -262,7 +260,7 @@ def _predicted_steps(source: _Source) -> Iterator[Curve]:
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, record: str | None = None) -> list[tuple[float, float]]:
-    """Return (step, value) of the rows with a value under `key`, or under `key` in their dict `record` if it is set."""
+    """Return (step, value) of the rows with a value under `key`; with `record`, `key` is looked up in this dict."""
     values = ((m["step"], (m if record is None else m.get(record) or {}).get(key)) for m in rows)
     return [(float(step), float(value)) for step, value in values if value is not None]
 
@@ -270,7 +268,7 @@ def _points(rows: Sequence[dict[str, Any]], key: str, record: str | None = None)
 def _within(sources: Sequence[_Source]) -> Chart | None:
     """Return a chart of each run's memory in its first recorded step, on the rank with the highest recorded memory.
 
-    For a single run, it also shows the phases of the step and the predicted peak. None if no run has such samples.
+    For a single run, it also shows the phases of the step and the predicted peak. None if no run recorded its memory.
     """
     lines, bands = [], []
     for run, prefix, color in sources:
@@ -299,7 +297,6 @@ def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts that only the page of a single run has, by name: cost terms, memory, timelines, offload."""
     plan, timeline = run.plan, run.timeline
     charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
@@ -319,7 +316,6 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """Return a chart of the first `_MAX_LANES` lanes of a timeline that have spans of nonzero duration."""
     drawn = _working_lanes(timeline)[:_MAX_LANES]
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)
@@ -331,7 +327,6 @@ def _working_lanes(timeline: Timeline) -> list[str]:
 
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
-    """Return the spans with a readable label as name, and with the result of `kind(name, category)` as category."""
     return [replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans]
 
 
@@ -373,7 +368,6 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def _memory(run: RunRecord, tier: str) -> Chart:
-    """Return a chart of the predicted and measured peak bytes of a memory tier by kind."""
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
@@ -387,7 +381,7 @@ def _memory(run: RunRecord, tier: str) -> Chart:
 
 
 def _measured_memory(run: RunRecord) -> dict[str, float]:
-    """Return the measured peak bytes by kind; a single entry if the rank with the highest peak recorded no kinds."""
+    """Return the measured peak bytes by kind of memory; a single entry if the fullest rank recorded no kinds."""
     peak, rank = float(run.last.peak_memory_bytes or 0), run.fullest_rank
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
@@ -418,10 +412,7 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Return the table of ranks in a mesh for the template, with one row per group of the innermost axes.
-
-    The innermost axes are the tensor-parallel axes if present, else the last axis. None for one device.
-    """
+    """Return the table of ranks, with a row per group of the tensor-parallel or else last axes; None for one device."""
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:
         return None
@@ -439,7 +430,6 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Return the dims of a layout with their mesh axes, and the shard counts of the first two, for the template."""
     rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
     dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
     return {

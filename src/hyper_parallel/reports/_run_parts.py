@@ -27,7 +27,7 @@ class PartRecord:
         step: Number of steps before this part.
         plan: Plan of the steps of this part.
         rows: Metrics, one mapping per step.
-        changed: [old, new] value by dotted key, of the recipe keys and other facts that changed at the resume.
+        changed: [old, new] by dotted key: recipe values and other facts that changed at the resume.
     """
 
     step: int

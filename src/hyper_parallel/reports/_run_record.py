@@ -24,7 +24,7 @@ _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Offloaded(TypedDict):
-    """Fields of an offloaded step that a report uses."""
+    """Metrics of a step with offload that a report uses."""
 
     difference_bytes: int
     outside_bytes: int
@@ -40,7 +40,7 @@ class _Offloaded(TypedDict):
 
 
 class _Overlap(TypedDict):
-    """Fields of exposed communication that a report uses; see `ir.masking`."""
+    """Metrics of exposed communication that a report uses; see `ir.masking`."""
 
     exposed_s: NotRequired[dict[str, _Number]]
     masking_timeline: NotRequired[_Number | None]
@@ -129,12 +129,12 @@ class RunRecord:
         timeline: Measured spans of a window of steps; None without measurements.
         parts: Parts of the run between two resumes, each with its plan; at least one.
         data: Facts about the data from data.json; None without the file.
-        samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
-        simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
+        samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without sampling ranks.
+        simulated: Simulated events of one step of the plan, with lanes of pipeline ranks; None without simulation.
         config: Text of the resolved recipe; "" without config.yaml.
         settings: Values of the resolved recipe by dotted key; empty without config.yaml.
         sample: Text that the model generated after training; "" without a sample.
-        answers: Held-out conversations with the expected and the generated answer; empty without such a file.
+        answers: Held-out conversations with the expected and the generated answer; empty without answers.json.
         run_info: Machine, versions and other facts from run.json; empty without the file.
         offload: Predicted and measured timeline of one planned step; None without offload.
     """
@@ -169,7 +169,7 @@ class RunRecord:
 
     @property
     def fused_kernels(self) -> list[dict[str, Any]]:
-        """Generated kernels that fuse several operators, each with `name` and `operators`; [] without such kernels."""
+        """Generated kernels that fuse several operators, each with `name` and `operators`; [] if there are none."""
         return list(self.run_info.get("fused_kernels", []))
 
     @property
@@ -179,7 +179,7 @@ class RunRecord:
 
     @property
     def rewards(self) -> list[str]:
-        """Keys of the rewards in the rollout records of all steps, the weighted sum first; empty without rewards."""
+        """Keys of the rewards that the rollout records of all steps have, the weighted sum first; empty without any."""
         shared = [{**(row.get("rollout") or {})} for row in self.metrics] or [{}]
         keys = [key for key in shared[0] if all(row.get(key) is not None for row in shared)]
         named = [k for k in keys if k.startswith("reward_") and k != "reward_std"]
@@ -253,14 +253,12 @@ def _text(path: Path, limits: Limits = _FILE) -> str:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the values of the recipe by dotted key; empty for a run without a recipe file."""
     if not path.is_file():
         return {}
     return dict(flatten(read_mapping(path, RunUnreadable, "recipe of the run")))
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return the content of run.json; empty if the file does not exist."""
     facts: dict[str, Any] | None = read_record(path, _ABOUT, "recorded settings", _FILE)
     return facts or {}
 

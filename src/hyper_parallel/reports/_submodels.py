@@ -36,7 +36,7 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
     for part in plan.parts:
         where = f"{part.degrees}, ranks {', '.join(map(str, part.ranks))}"
         of_tower = part.name != "language"
-        # Spans do not name the tower: on a rank with several, its times cannot be told apart.
+        # Spans do not name the encoder: the times of several encoders on one rank cannot be told apart.
         others = {r for p in plan.parts if p.name not in (part.name, "language") for r in p.ranks}
         mixed = of_tower and others.intersection(part.ranks)
         measured = None if timeline is None or mixed else _part_s(timeline, part.ranks, of_tower)
@@ -47,7 +47,7 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
 
 
 def _part_s(timeline: Timeline, ranks: tuple[int, ...], of_tower: bool) -> tuple[float, float] | None:
-    """Return mean seconds per step of forward and of backward on the sub-model's busiest rank; None without spans."""
+    """Return (forward, backward) in mean seconds per step on the sub-model's busiest rank; None without spans."""
     steps, seconds = steady_steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
     for span in timeline.spans:
         rank = int(span.lane.split("/")[0].removeprefix("rank "))
@@ -62,7 +62,7 @@ def _part_s(timeline: Timeline, ranks: tuple[int, ...], of_tower: bool) -> tuple
 
 
 def _step_s(timeline: Timeline) -> tuple[float, float] | None:
-    """Return mean seconds from first to last computation of a step, and the fraction of bubbles; None without spans."""
+    """Return (mean seconds from first to last computation of a step, fraction of bubbles); None without spans."""
     lengths, busy = [], 0.0
     passes = [s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)]
     ranks = {span.lane.split("/")[0] for span in passes}

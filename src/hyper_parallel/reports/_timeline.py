@@ -29,12 +29,12 @@ def steps_of(timeline: Timeline) -> list[int]:
 
 
 def steady_steps(timeline: Timeline) -> list[int]:
-    """Return the numbers of the recorded steps except the first one, which may be slower, unless it is the only one."""
+    """Return the numbers of the recorded steps without the first, which may be slower; a single step is kept."""
     return steps_of(timeline)[1:] or steps_of(timeline)
 
 
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
-    """Return the part of a timeline in `step` (None: the middle step), shifted to time 0; all of it without steps."""
+    """Return `step` (None: the middle step) of a timeline, shifted to time 0; the whole timeline if it has no steps."""
     steps = steps_of(timeline)
     if not steps:
         return timeline
@@ -42,7 +42,7 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
 
 
 def some_steps(timeline: Timeline, count: int) -> Timeline:
-    """Return the part of a timeline in its `count` middle steps, or in all if it has fewer, shifted to time 0."""
+    """Return the `count` middle steps of a timeline, or all steps if it has fewer, shifted to time 0."""
     steps = steps_of(timeline)
     middle = max(0, (len(steps) - count) // 2)
     return _cut(timeline, steps[middle : middle + count])
@@ -76,7 +76,7 @@ def chrome_trace(
         measured: Spans of some steps; None without measurements.
         plan: Plan of the run.
         simulated: Simulated events of one step of the plan; None without simulation.
-        samplers: Spans of sampling ranks, drawn if `measured` is set; None without such ranks. Arrows connect the
+        samplers: Spans of sampling ranks, drawn if `measured` is set; None without sampling ranks. Arrows connect the
             completions of a step with the ranks that train on them.
 
     Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in

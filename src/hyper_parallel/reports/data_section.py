@@ -71,19 +71,19 @@ _LIMITS: Final = Limits(16 * MiB)
 
 
 def read_data_facts(path: Path) -> dict[str, Any] | None:
-    """Return the facts about the data of a run; None without the file; errors as `read_record`."""
+    """Return the content of data.json; None without the file. Errors are those of `read_record`."""
     facts: dict[str, Any] | None = read_record(path, _FACTS, "facts on the data")
     return facts
 
 
 def read_answers(path: Path) -> list[_Answer]:
-    """Return the held-out conversations that the model answered; empty without the file; errors as `read_record`."""
+    """Return the content of answers.json; empty without the file. Errors are those of `read_record`."""
     answers: list[_Answer] | None = read_record(path, _ANSWERS, "held-out answers")
     return answers or []
 
 
 def read_record(path: Path, schema: TypeAdapter[Any], name: str, limits: Limits = _LIMITS) -> Any:
-    """Return the value of a JSON file of a run, checked by a schema; None without the file.
+    """Return the content of a JSON file of a run, validated against `schema`; None without the file.
 
     Raises:
         RunUnreadable: HP603 when the file is damaged; `name` describes its content.

@@ -1,8 +1,9 @@
 """Analysis of dumps of torch's flight recorder: the first collective at which ranks diverge, and the ranks at fault.
 
-A dump, a pickle or JSON file, contains the last collectives of one rank (`entries`) and its groups (`pg_config`). All
-ranks of a group number its collectives alike. Ranks diverge at the first number that a rank lacks, or at which calls
-differ; else at the first collective that a rank has not completed. Messages between two ranks are not compared.
+A dump, a pickle or JSON file, contains the last collectives of one rank (`entries`) and its groups (`pg_config`).
+Collectives of a group have the same numbers on all ranks. Ranks diverge at the first number that a rank lacks, or at
+which calls differ; if no calls differ, at the first collective that a rank has not completed. Messages between two
+ranks are not compared.
 Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
 """
 
@@ -87,9 +88,9 @@ class Divergence:
         ranks = ", ".join(map(str, self.culprits))
         verb = {
             "missing": "has not called",
-            "operation": "calls another operation than the others at",
-            "shape": "has other shapes than the others at",
-            "dtype": "has another dtype than the others at",
+            "operation": "differs from other ranks in the operation of",
+            "shape": "differs from other ranks in the shapes of",
+            "dtype": "differs from other ranks in the dtypes of",
             "state": "has not completed",
         }[self.kind]
         head = f"rank {ranks} {verb} collective {self.number} of group {self.group}"
@@ -219,7 +220,7 @@ def _first(
 
 
 def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return how the ranks' calls of one collective differ (`Divergence.kind`) and the ranks at fault; "" if equal."""
+    """Return `Divergence.kind` and `Divergence.culprits` for the calls of one collective; ("", []) if all agree."""
     missing = [rank for rank, entry in entries.items() if entry is None]
     if missing:
         return "missing", missing
@@ -232,7 +233,7 @@ def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, l
 
 
 def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return `state` and the ranks that have not completed a collective; "" if all ranks have completed it."""
+    """Return "state" and the ranks that have not completed a collective; ("", []) if all ranks have completed it."""
     undone = [
         rank
         for rank, entry in entries.items()
@@ -266,7 +267,6 @@ def _dtypes(entry: Mapping[str, Any]) -> str:
 
 
 def _call(entry: Mapping[str, Any]) -> str:
-    """Return a description of one collective, with the innermost recorded line outside torch."""
     dtypes = ", ".join(map(str, entry.get("input_dtypes") or []))
     shapes = ", ".join(map(str, entry["input_sizes"]))
     state = entry.get("state") or "unknown"

@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 def deviation(measured: float | None, predicted: float) -> str:
-    """Return the relative deviation in percent, such as "+3.1 %"; empty if a value is None or 0."""
+    """Return the deviation of the measured from the predicted value, such as "+3.1 %"; "" if one is None or 0."""
     if not measured or not predicted:
         return ""
     return f"{(measured / predicted - 1) * 100:+.1f} %"
@@ -111,7 +111,6 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 
 
 def _preference(prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> Iterator[Result]:
-    """Yield accuracy and margin of a preference stage from its `last` record, and the first accuracy as note."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
@@ -208,7 +207,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return (name, text per run) of the strategy, machine and settings that differ; `-` stands for a missing value."""
+    """Return (name, texts of the runs) for the strategy, machine and settings that differ; `-` is a missing value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [f"{run.settings.get(key, '-')}" for run in runs]) for key in keys]
     strategies = ("mesh and strategy", [f"{run.plan.strategy}" for run in runs])

@@ -103,13 +103,13 @@ def words(name: str) -> str:
 
 
 def time_kind(name: str) -> str:
-    """Return the kind of a cost term of the step time, with the same kind for forward, backward and recompute."""
+    """Return the kind of a cost term of the step time; forward, backward and recompute have the same kind."""
     kind = kind_of(name)
     return BOTH if kind.startswith(("forward", "backward", "recompute")) else kind
 
 
 def memory_kind(name: str) -> str:
-    """Return the kind of a memory term of a plan: one of `STATES`, `offloaded`, or `MOVING` for transient memory."""
+    """Return the kind of a memory term of a plan: one of `STATES`, `offloaded`, or `MOVING` for any other memory."""
     kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
     return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING
 

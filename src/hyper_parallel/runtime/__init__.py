@@ -32,6 +32,7 @@ from hyper_parallel.runtime.launchers import (
     local_capacity,
     ranks_per_node,
     sbatch_script,
+    start_capacity,
     torchrun_words,
 )
 from hyper_parallel.runtime.local_launch import launch
@@ -81,6 +82,7 @@ __all__ = [
     "ranks_per_node",
     "sbatch_script",
     "scratch_folder",
+    "start_capacity",
     "submodel_strategies",
     "token_logprobs",
     "torchrun_words",

@@ -195,6 +195,15 @@ def local_capacity(device: str | None = None) -> RankCapacity:
     return rank_capacity(0 if module is None else module.device_count())
 
 
+def start_capacity(*, oversubscribe: bool) -> RankCapacity:
+    """Return how many ranks a run may start on this machine; `oversubscribe` raises the limit of a CPU."""
+    capacity = local_capacity()
+    if not (capacity.is_cpu and oversubscribe):
+        return capacity
+    most = max(_MOST_OVERSUBSCRIBED, capacity.num_ranks)
+    return RankCapacity(most, "launch.oversubscribe=true", is_cpu=True)
+
+
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     """Check that this machine can run its ranks of a run; no effect in a rank, or if a cluster runs the ranks.
 
@@ -218,11 +227,8 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     command = shlex.join(["hyper-parallel", *words])
     cluster = f"{command} --launcher slurm {launch_words(ranks, launch.nproc_per_node)}"
     hint = f"{command} --dry-run, or {cluster} (or --launcher ray)"
-    capacity = local_capacity()
-    if capacity.is_cpu and launch.oversubscribe:
-        most = max(_MOST_OVERSUBSCRIBED, capacity.num_ranks)
-        capacity = RankCapacity(most, "launch.oversubscribe=true", is_cpu=True)
-    elif capacity.is_cpu and local_ranks <= _MOST_OVERSUBSCRIBED:
+    capacity = start_capacity(oversubscribe=launch.oversubscribe)
+    if capacity.is_cpu and not launch.oversubscribe and local_ranks <= _MOST_OVERSUBSCRIBED:
         hint += ", or launch.oversubscribe=true"
     where = "parallel" if launch.launcher == "local" else "launch.nproc_per_node"
     check_rank_count(local_ranks, capacity, where, hint)

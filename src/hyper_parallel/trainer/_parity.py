@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -255,7 +255,7 @@ def _size(loaded: LoadedRecipe) -> int:
 
 def _job(loaded: LoadedRecipe, recipe: Recipe, parallel: Parallel) -> Job:
     own = recipe.model_copy(update={"parallel": parallel})
-    return prepare_job(LoadedRecipe(own, loaded.origins, loaded.path), progress=False)
+    return prepare_job(replace(loaded, recipe=own), progress=False)
 
 
 def _run(job: Job) -> tuple[Steps, list[str]]:

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Progress bar and log lines of a run with `steps` steps; silent if not `enabled` or at a log level above INFO.
+    """Progress bar and log lines of a run with `steps` steps.
+
+    Prints nothing unless `enabled` is set and the logger `hyper_parallel` has level INFO or lower.
 
     Attributes:
-        bar: Context manager that draws the progress bar, if standard error is a terminal.
+        bar: Context manager of the progress bar, which is drawn only if standard error is a terminal.
     """
 
     def __init__(self, steps: int, enabled: bool) -> None:
@@ -55,7 +57,10 @@ class Display:
         self._task = self.bar.add_task("step", total=steps, epochs="")
 
     def advance(self, step: int, epochs: float | None = None) -> None:
-        """Move the progress bar to a step; show `epochs`, the number of passes over the data so far (None: hide it)."""
+        """Move the progress bar to a step, and show the number of passes over the data; `epochs` None: show none.
+
+        If a new epoch began, the next call of `line` prints so.
+        """
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
         if epochs is None:
@@ -65,7 +70,7 @@ class Display:
             self._begun = f"epoch {self._epoch + 1} began after step {step}"
 
     def line(self, text: str) -> None:
-        """Print a line above the progress bar, after a line about a new epoch if one began since the last call."""
+        """Print a line above the progress bar; if a new epoch began since the last call, announce it first."""
         if self._enabled:
             if self._begun:
                 self._console.print(self._begun)
@@ -115,7 +120,6 @@ def _role_seconds(plan: Plan) -> str:
 
 
 def _calibration_advice(plan: Plan) -> str:
-    """Return advice to calibrate this machine; "" for another topology or a calibrated machine."""
     measured = any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost)
     if plan.topology != "local" or measured:
         return ""

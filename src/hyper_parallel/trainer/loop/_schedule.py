@@ -14,18 +14,18 @@ from hyper_parallel.config import SCHEDULE_ARGS, Training
 class LrSchedule:
     """Learning-rate schedule of a recipe's `training` section.
 
-    Four schedules are native. During warm-up, their learning rate divided by the peak rises linearly from
-    `1 / warmup_steps` in step 1 to 1. It is 1 again in the step after the warm-up. It decays to `min_lr_ratio`, which
-    it would reach one step after the last step of the run. The decay is:
+    Four schedules are native. Their factor (learning rate / peak) rises linearly during warm-up, from
+    `1 / warmup_steps` in step 1 to 1 in the last warm-up step, and is 1 in the next step. It then decays towards
+    `min_lr_ratio`, which it would reach one step after the last step of the run:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
-    * wsd: constant, then a straight line over the last `decay_steps` (Hu et al., MiniCPM, arXiv:2404.06395; linear
-      decay as in Hagele et al., arXiv:2405.18392).
+    * wsd: constant, then a straight line over the last `decay_steps` steps, by default a tenth of the run (Hu et al.,
+      MiniCPM, arXiv:2404.06395; linear decay as in Hagele et al., arXiv:2405.18392).
     * constant: no decay.
 
-    Transformers computes all other schedules. Most of them start their warm-up with rate 0 in step 1, and end it one
-    step later than a native warm-up.
+    Transformers computes all other schedules. Most of them have learning rate 0 in step 1, and reach the peak in step
+    `warmup_steps + 1`.
     """
 
     training: Training

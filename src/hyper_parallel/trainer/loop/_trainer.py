@@ -2,7 +2,7 @@
 
   load -> begin -> evaluate -> [step, evaluate and save when due] * steps -> finish -> export
 
-A back end implements `Engine`. Recipe, data order, learning rate, records and files do not depend on it.
+A back end implements `Engine`. Data order, learning-rate schedule and record formats are the same for all back ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult(StepMeasurements):
-    """Measurements of one step on this rank, and the requests of all ranks."""
+    """Measurements of one step, and whether any rank requests a stop or a checkpoint."""
 
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
@@ -67,10 +67,10 @@ class Engine(Protocol):
     Attributes:
         rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
-        plan: Plan as executed by the ranks; with offload, complete after `begin` and final after `finish`.
+        plan: Plan that the ranks execute. With offload, `begin` adds the memory plan, and `finish` sets the final one.
         wishes: Function, set by the trainer, that returns (stop, save): whether this rank requests the end of the run
             or a checkpoint after the current step. `step` combines the requests of all ranks.
-        unwritten: Collector of write failures of optional outputs, set by the trainer.
+        unwritten: Collector of errors in writing optional outputs, which do not end the run; set by the trainer.
     """
 
     rank: int
@@ -94,13 +94,16 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Evaluate the held-out `batches`, which have a single step."""
+        """Evaluate the model on the held-out data, which `batches` has as a single step."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after step `step`; may return before the files are written."""
+        """Save a checkpoint after step `step`, with the values `extra` that `load` returns.
+
+        May return before the files are written.
+        """
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a snapshot, from which the run recovers after the loss of a rank."""
+        """Save a snapshot after step `step`, from which the run resumes after a rank fails; `extra` as for `save`."""
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any rank; collective over all ranks."""
@@ -109,7 +112,7 @@ class Engine(Protocol):
         """Wait for pending writes after the last step."""
 
     def timeline(self) -> Timeline | None:
-        """Gather measured timelines on rank 0; return None on other ranks."""
+        """Return the measured timelines, gathered on rank 0; None on other ranks, or without measurements."""
 
     def export(self) -> None:
         """Write the trained model in Hugging Face format, or its adapters in peft's format."""
@@ -151,7 +154,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank; `stop` may request its end after the current step."""
+    """Training loop of one run on one rank. When `stop` is requested, it saves a checkpoint and ends."""
 
     def __init__(self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None) -> None:
         self._job, self._engine, self._display = job, engine, display
@@ -173,7 +176,8 @@ class Trainer:
         Raises:
             RunDirectoryLost: HP721 when the run directory is removed, moved or replaced.
             LossNotFinite: HP604 from the engine, or for a non-finite held-out loss.
-            CheckpointMismatch: HP702 when facts or data of the run do not fit the checkpoint.
+            CheckpointMismatch: HP702 when settings or data of the run differ from those of the checkpoint, and the
+                difference forbids resuming.
             HyperParallelError: Other errors of the engine, and of writing files.
         """
         try:
@@ -220,7 +224,6 @@ class Trainer:
         return self._write_summary(run, seconds) if engine.rank == 0 else None
 
     def _load(self) -> _RunState:
-        """Load the newest checkpoint, if there is any; return the progress from which this process starts."""
         job, training = self._job, self._job.recipe.training
         done, extra = self._engine.load()
         facts = run_facts(job) | {"environment.device": self._engine.facts().get("device")}
@@ -239,7 +242,6 @@ class Trainer:
         return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
 
     def _open_records(self, run: _RunState, stack: ExitStack) -> None:
-        """On rank 0, write recipe and plan unless `RunPart.is_late`, and open the metric files of an unfinished run."""
         job, recipe = self._job, self._job.recipe
         with written(job.output_dir):
             mark_run_directory(job.output_dir)
@@ -257,7 +259,6 @@ class Trainer:
                 self._display.line(line)
 
     def _run_steps(self, run: _RunState) -> None:
-        """Run steps, evaluations and checkpoints, and write their records, until the last step or a stop request."""
         recipe = self._job.recipe
         training, checkpoint = recipe.training, recipe.checkpoint
         schedule = LrSchedule(training)
@@ -388,8 +389,8 @@ class Trainer:
     def _wishes(self) -> tuple[bool, bool]:
         """Return (stop, save): whether this rank requests the end of the run or a checkpoint after the current step.
 
-        Only rank 0 requests checkpoints, when `checkpoint.every_minutes` have passed. Both are False between two steps
-        that train on the same GRPO rollout.
+        Only rank 0 requests checkpoints, when `checkpoint.every_minutes` have passed. Both are False while more steps
+        on the same GRPO rollout follow.
         """
         if not self._between:
             return False, False

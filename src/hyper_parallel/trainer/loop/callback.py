@@ -1,4 +1,4 @@
-"""User callbacks of a run, named as in transformers and called on every rank."""
+"""User callbacks of a run, called on every rank. Method names are those of transformers' `TrainerCallback`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Callback:
         """Handle the end of an evaluation of held-out data after step `step`; 0: before the first step."""
 
     def on_save(self, step: int) -> None:
-        """Handle a checkpoint save, which may continue in the background; recovery snapshots do not count."""
+        """Handle the save of a checkpoint, which may continue in the background; not called for recovery snapshots."""
 
     def on_train_end(self, step: int) -> None:
-        """Handle the end of training without an error, after step `step`; its save may continue in the background."""
+        """Handle the end of training after step `step`; not called after an error.
+
+        The last checkpoint may still be written in the background.
+        """

@@ -13,7 +13,7 @@ class EarlyStopping:
 
     Attributes:
         patience: Number of consecutive evaluations without improvement that ends the run; None: never.
-        threshold: Minimum decrease below the best loss that counts as an improvement.
+        threshold: An evaluation is an improvement if its loss is lower than `best` by more than this.
         best: Lowest loss so far; None before the first evaluation, and without `patience`.
         waited: Number of consecutive evaluations without improvement until now.
     """

@@ -33,16 +33,16 @@ _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurements:
-    """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of one rank."""
+    """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which each rank measures."""
 
     loss: float  # mean over the valid tokens or, by stage, pairs or answers of the step, over all ranks
     grad_norm: float  # global norm of the gradients before clipping
     valid_tokens: int  # tokens of this step counted by the loss
     step_s: float  # seconds of the step
-    # Peak of the step on the fullest rank; with offload the peak of the budgeted device
+    # Peak memory of the step on the rank that uses most; with offload, of the device memory that is planned
     memory_bytes: int
     routing: dict[str, Any] | None = None  # routing statistics; None without experts
-    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
+    offload: dict[str, Any] | None = None  # metrics of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 for a skipped step: gradients overflowed or spiked, or the stage rejected it; else 0. None: no rule skips steps
     skipped: int | None = None
@@ -200,7 +200,10 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop damaged lines and records after `step` (0: all records) from a JSONL file; return a note, or None."""
+    """Drop damaged lines and records after `step` (0: all records) from a JSONL file.
+
+    Return a note about the dropped lines; None if no line is dropped or the file does not exist.
+    """
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0
@@ -220,7 +223,6 @@ def _keep_until(path: Path, step: int) -> str | None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a record, given as a line of JSON; None for a damaged line."""
     try:
         step = parse_json(line, _RECORD)["step"]
     except (ValueError, KeyError, TypeError):
@@ -262,7 +264,6 @@ def log_line(record: StepRecord, steps: int) -> str:
 
 
 def _three_digits(text: str) -> str:
-    """Round the number at the start of a text to three significant digits, for example `139 GiB` or `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:
         return text

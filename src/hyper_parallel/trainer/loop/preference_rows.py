@@ -1,4 +1,4 @@
-"""Checks that ranks get whole pairs of sequences (preference stages) or whole groups of completions (GRPO)."""
+"""Checks of preference stages: whole pairs of sequences or groups of completions on each rank, and usable rewards."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ def with_microbatch(recipe: Recipe, microbatch: int, rows: int) -> dict[str, obj
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Check that the data, unless streamed, has the columns of reward functions, and the tokenizers of reward models.
+    """Check the columns that reward functions need, and the tokenizers of reward models. Streams are not checked.
 
     Raises:
-        Contradiction: HP104 naming a function parameter that is not a data column. See also `ModelReward.check`.
+        Contradiction: HP104 naming the parameter of a reward function that is not a data column.
+        HyperParallelError: Errors of `ModelReward.check`.
     """
     from hyper_parallel.trainer.stages.model_reward import ModelReward
     from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
@@ -96,7 +97,6 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise HP104 unless sampling ranks form whole replicas with equal, whole shares of the `rows` of a step."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:

@@ -94,7 +94,6 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory, or None if none of them may run."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -110,7 +109,7 @@ def _code_paths(job: Job) -> list[str]:
 
 
 def _source_checksum(path: str) -> str | None:
-    """Return the checksum of the module file of a class or function at a dotted path; None if it cannot be read."""
+    """Return the checksum of the module file of a class or function; None if its import or reading fails."""
     module = path.rpartition(".")[0]
     try:
         imported = sys.modules.get(module) or importlib.import_module(module)
@@ -121,7 +120,6 @@ def _source_checksum(path: str) -> str | None:
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return a checksum over the contents of the readable files, in order; None if no file is readable."""
     digests = []
     for path in paths:
         with suppress(OSError):
@@ -160,7 +158,7 @@ _IGNORED_IN_CONFIG: Final = (
 _PATHS: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
 """Keys of file locations and of resuming, whose changes are not logged."""
 _STATED_BY_ALL: Final = (CODE, CONTENT, ENVIRONMENT, PLAN)
-"""Groups of facts whose keys may be absent from checkpoints of other versions of this package."""
+"""Groups of facts whose keys differ between versions of this package: a key that one side lacks is no change."""
 _CONTENT_WORDS: Final = {
     f"{CONTENT}.{name}": words
     for name, words in {
@@ -214,7 +212,7 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
     """Return the changed keys with their (saved, current) values.
 
     A change between a value and a section, such as from `lora: null` to `lora.r: 8`, is a single change of the shorter
-    key. Keys that one of the two package versions does not record are not changes.
+    key. A key that only one of the two package versions records is no change.
     """
     changed: Changes = {}
     for key in dict.fromkeys([*facts, *saved]):
@@ -249,7 +247,7 @@ def _has_parent(key: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """Return the facts whose keys begin with `key.`, with this prefix removed; None if there are no such facts."""
+    """Return the facts whose keys begin with `key.`, with this prefix removed; None if no key begins with it."""
     section = {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
     return section or None
 
@@ -271,7 +269,6 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a changed key must not change on resume."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)

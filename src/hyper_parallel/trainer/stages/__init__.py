@@ -27,7 +27,7 @@ If the number is None, the number of labels with loss in the data is used.
 class LearningStage:
     """Interface of a learning stage: inputs and loss of every optimizer step.
 
-    All ranks call the methods in the same order.
+    All training ranks call the methods in the same order.
 
     Attributes:
         inputs_span: (name, category) of the timeline span of `inputs`.

@@ -43,7 +43,7 @@ class DpoStage(PairStage):
             self.reference.begin(batches.sequences)
 
     def row_values(self, rows: Rows, sequences: Any, *, held_out: bool) -> dict[str, Tensor]:
-        """Return {"reference": [len(rows)] log-probabilities under the reference model}; {} if the loss needs none."""
+        """Return {"reference": [len(rows)] reference log-probabilities of the answers}; {} if the loss needs none."""
         if self.reference is None:
             return {}
         reference = self.reference.held_out(sequences) if held_out else self.reference

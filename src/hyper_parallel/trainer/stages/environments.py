@@ -13,10 +13,10 @@ None ends the conversation. The reward function `environment` returns the sum of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.trainer.data.answer_spans import render
 from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.span_tokens import ids_behind
@@ -37,6 +37,9 @@ class Environments:
         answers: Text of each reference answer.
         seeds: Seed of each environment.
 
+    Raises:
+        BadValue: HP102 when the class raises.
+
     Attributes:
         rewards: For each environment, the sum of the rewards that it has returned.
     """
@@ -50,7 +53,7 @@ class Environments:
         seeds: Sequence[int],
     ) -> None:
         self._environments = [
-            kind(prompt=prompt, answer=answer, seed=seed)
+            _call(kind, prompt=prompt, answer=answer, seed=seed)
             for prompt, answer, seed in zip(prompts, answers, seeds, strict=True)
         ]
         self._tokenizer, self._between = tokenizer, _between_turns(tokenizer)
@@ -64,10 +67,10 @@ class Environments:
         The list ends where the model's next turn begins. It is empty if the environment ends the conversation.
 
         Raises:
-            BadValue: HP102 when `step` does not return (text or None, finite number).
+            BadValue: HP102 when `step` raises, or does not return (text or None, finite number).
         """
         row, turn = sequence.number, sequence.tokens[self._turn_starts[sequence.number] :]
-        outcome = self._environments[row].step(self._tokenizer.decode(turn, skip_special_tokens=True))
+        outcome = _call(self._environments[row].step, self._tokenizer.decode(turn, skip_special_tokens=True))
         match outcome:
             case (str() | None as reply, int() | float() as reward) if math.isfinite(reward):
                 self.rewards[row] += float(reward)
@@ -87,6 +90,16 @@ class Environments:
         tokens = ids_behind(self._tokenizer, turn[-1], text, WHERE)
         self._turn_starts[row] = len(sequence.tokens) + len(tokens)
         return tokens
+
+
+def _call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    try:
+        return function(*args, **keywords)
+    except HyperParallelError:
+        raise
+    except Exception as error:  # user code may raise any exception
+        got = f"{type(error).__name__}: {error}"
+        raise BadValue("an environment raised an exception", where=WHERE, got=got) from error
 
 
 def _between_turns(tokenizer: Any) -> str:

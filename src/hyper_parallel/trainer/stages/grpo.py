@@ -104,7 +104,7 @@ class GrpoStage(LearningStage):
             _log.warning("sampling has no key-value cache, so every token recomputes its prefix: %s", reason)
 
     def end(self) -> None:
-        """Tell dedicated sampling ranks, if any, to end."""
+        """Mark the end of training for dedicated sampling ranks, which then end; no effect without them."""
         if self.publisher is not None:
             self.publisher.end()
 
@@ -132,12 +132,12 @@ class GrpoStage(LearningStage):
         return _split_batch(padded, size), int(tokens)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
-        """Sample and reward completions; return them as microbatches, and their number of trained tokens on all ranks.
+        """Sample and reward completions; return them as microbatches, and the number of trained tokens on all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
         Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and, if `beta`
         is not 0, `reference_logprobs` [B, S]. Later optimizer steps of a rollout return the same completions, with
-        `proximal_logprobs` [B, S]. The loss of an evaluation is minus the mean reward.
+        `proximal_logprobs` [B, S]. An evaluation has one completion per prompt, and its loss is minus the mean reward.
         """
         if step is None:
             return self._held_out(microbatches, rows, batches.sequences)
@@ -175,7 +175,6 @@ class GrpoStage(LearningStage):
         return _split_batch(batch, size), int(tokens)
 
     def _sample(self, microbatches: Microbatches, batches: Any, step: int) -> Completions:
-        """Return the completions of this rank's rows in rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         first = self.rank * count
@@ -243,7 +242,6 @@ class GrpoStage(LearningStage):
         }
 
     def _means(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return means over `total` completions, with keys reward, completion_tokens, stopped and reward_NAME."""
         functions = [f"reward_{name}" for name in self.settings.reward_names]
         names = ["reward", "completion_tokens", "stopped", *functions]
         return {name: value / total for name, value in zip(names, sums, strict=True)}
@@ -304,7 +302,7 @@ class GrpoStage(LearningStage):
         return self._effective
 
     def record(self) -> dict[str, Any]:
-        """Return the statistics of the rollout and of the loss as {"rollout": ...}."""
+        """Return the statistics of the rollout and of the loss by name, as {"rollout": {...}}."""
         error = all_reduce_max(torch.stack(self._measured["logprob_error"]).max())
         rollout = {**self._record, "logprob_error": error}
         if self._measured["ratio"]:

@@ -10,7 +10,7 @@ divergence of the model from the reference model, on mismatched answers. The los
 
 beta and the weights w are keys of section `kto` of the recipe.
 
-Rows come in pairs: a prompt with its own answer, and the same prompt with the answer of the previous record (the
+Rows come in pairs: a prompt with its answer, and the same prompt with the answer of the previous record (the
 mismatched answer). z is the mean of r over all mismatched rows of the step, clamped to at least 0, without gradient.
 Forward passes over these rows compute z before the first backward pass. Only the first row of a pair is trained on.
 """
@@ -58,9 +58,9 @@ class KtoStage(PairStage):
         return {"reference": reference.reference_logprobs(rows), "desirable": desirable}
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
-        """Return the first row of each pair, and the step's number of trained tokens.
+        """Return microbatches with the first row of each pair, and the number of trained tokens on all ranks.
 
-        Each microbatch also has the [B] `row_values`, and `divergence`, the scalar z of the step.
+        Each microbatch of B pairs also has the [B] `row_values` of these rows, and `divergence`, the scalar z.
         """
         pairs, _ = super().inputs(microbatches, rows, batches, step)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)

@@ -1,7 +1,7 @@
 """Rewards from a reward model that a run with `stage: rm` exported; `grpo.reward_funcs` names its directory.
 
-Every rank loads the full model and scores its own conversations without gradient. If a conversation ended with a
-stop token, the chat template's text after an answer is appended, as in the training data of the reward model.
+Every training rank loads the full model and scores the completions of its rows without gradient. If a completion ended
+with a stop token, the chat template's text after an answer is appended, as in the training data of the reward model.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class ModelReward:
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
-        """Check, without reading weights, that the directory is a reward model with the tokenizer in `tokenizer_dir`.
+        """Check that the directory is a reward model with the tokenizer in `tokenizer_dir`; weights are not read.
+
+        `where` is the origin of `grpo.reward_funcs`, for errors.
 
         Raises:
-            ModelUnreadable: HP305 for a directory that is not a sequence classifier.
+            ModelUnreadable: HP305 for a directory without a sequence classifier.
             Contradiction: HP104 for a different vocabulary or chat template.
             HyperParallelError: Errors of `load_tokenizer`.
         """
@@ -74,7 +76,7 @@ class ModelReward:
             )
 
     def _tokenizer_hint(self, tokenizer: Any, *, vocabulary: bool) -> str:
-        """Return a hint for a reward model whose vocabulary or, if False, only chat template differs from the run's."""
+        """Return a hint for a reward model with another vocabulary or, if `vocabulary` is False, chat template."""
         if vocabulary:
             return "use a reward model that was trained from the same base model"
         if tokenizer.chat_template is None:

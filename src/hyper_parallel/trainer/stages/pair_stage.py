@@ -40,7 +40,7 @@ class PairStage(LearningStage):
         self.pairs = (work.tokens_per_step or 0) // work.seq_len / 2
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
-        """Return the microbatches with `row_values` added; the token count is None, which selects the data's count."""
+        """Return the microbatches with `row_values` added, and None as number of trained tokens; see `StageInputs`."""
         self._sums.clear()
         self.pairs = float((batches.step_batch((step or 1) - 1) >= 0).sum()) / 2
         values = self.row_values(rows, batches.sequences, held_out=step is None)
@@ -61,7 +61,7 @@ class PairStage(LearningStage):
     def mean_loss(self, losses: Tensor, scores: Tensor, real: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
         """Add a microbatch of N pairs to the statistics; return its summed loss divided by the pairs of the step.
 
-        The score of DPO is a difference of two sums over the tokens of an answer. Its rounding error is proportional to
+        The score of DPO is a difference of two sums over the tokens of an answer, with a rounding error proportional to
         these sums, not to the score. Pairs whose scores differ by no more than this error count as half correct.
 
         Args:

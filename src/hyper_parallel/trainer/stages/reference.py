@@ -36,7 +36,7 @@ _NAMES: Final = {
     REFERENCE: "reference log-probabilities",
     HELD_OUT: "held-out reference log-probabilities",
 }
-"""Names of these files in the run's record of input checksums."""
+"""Name of each file in the run's record of input checksums."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Reference:
     Attributes:
         model: Trained model.
         plan: Parallel layout and batch sizes of the run.
-        writes: Whether this process writes the file.
+        writes: Whether this process writes the file of log-probabilities.
         directory: Directory of this run.
         source: Directory of the run that is resumed; None: a new run.
         inputs: Checksums of the run's input models.
@@ -83,9 +83,11 @@ class Reference:
             except (OSError, ValueError):  # absent or damaged
                 values = None
             if values is None or values.shape != (rows,):
+                problem = "the resumed run lacks its reference log-probabilities, which trained weights cannot give"
+                if values is not None:
+                    problem = "the resumed run has reference log-probabilities of another number of answers"
                 raise CheckpointMismatch(
-                    "the resumed run lacks its reference log-probabilities, and the trained "
-                    "weights cannot reproduce them",
+                    problem,
                     where=str(path),
                     got="no file that can be read" if values is None else f"{len(values)} answers",
                     allowed=f"{rows} answers",
@@ -157,7 +159,7 @@ class ReferenceWeights:
         inputs: Checksums of the run's input models.
 
     Raises:
-        CheckpointMismatch: HP702 when the saved reference weights are not those that the checkpoint was trained with.
+        CheckpointMismatch: HP702 when the saved reference weights have changed since the checkpoint was saved.
         CheckpointCorrupt: HP701 when the resumed run's reference weights are missing or damaged.
         OutputNotWritable: HP105 when the weights cannot be saved.
     """

@@ -49,7 +49,7 @@ def environment_reward(environment_rewards: Sequence[float], **_: Any) -> list[f
 
 
 _ROLLOUT_KEYWORDS: Final = ("prompts", "completions", "completion_ids")
-"""Keywords that every function may have, besides the columns of the data."""
+"""Keywords that every function may have, in addition to the columns of the data."""
 _INTERNAL_KEYWORDS: Final = ("rows", "stopped", "environment_rewards", "microbatch", "device")
 """Additional keywords that built-in functions may have."""
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -79,7 +79,7 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
 
 
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
-    """Raise if a required parameter of a reward function is neither a rollout keyword nor a column of the data.
+    """Check that every required parameter of a reward function is a rollout keyword or a column of the data.
 
     Raises:
         Contradiction: HP104 naming the parameters.
@@ -143,7 +143,6 @@ def _is_built_in(function: Reward) -> bool:
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
-    """Return the parameters of a function, or only `**kwargs` if it has no signature."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # implemented in C

@@ -1,4 +1,4 @@
-"""Folder through which training ranks and sampling ranks exchange weights and completions; see module `rollouts`."""
+"""Folder in which training ranks and sampling ranks exchange weights and completions; see module `rollouts`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class RolloutFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
-        """Mark the start of training, and remove outdated weights and completions of an earlier start of the run.
+        """Mark the start of training, and remove outdated files of an earlier start of the run.
 
-        Weights of versions above `done`, which training now computes again, and completions sampled with them are
-        outdated. With `exact`, both stay, because the repeated steps compute the same weights. Timelines of sampling
-        ranks, and completions with a different number of parts, are always removed.
+        Outdated are weights of versions above `done`, which training computes again, and completions sampled with them.
+        With `exact`, they stay, because training computes the same weights again. Timelines of sampling ranks, and
+        completions of steps that were divided into another number of parts, are always removed.
 
         Args:
             begin: Dict with the last finished step `done`, the data position `data`, and the start of the timeline
@@ -114,7 +114,7 @@ class RolloutFolder:
         return self.path / f"step_{step:08d}.{part}.safetensors"
 
     def newest(self) -> int:
-        """Return the newest version of the weights; -1 if there is none."""
+        """Return the newest version of the published weights; -1 before the first version."""
         return max(steps(self.policy), default=-1)
 
     def write(

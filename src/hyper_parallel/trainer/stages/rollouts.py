@@ -11,7 +11,7 @@ runs therefore continue from these files:
 
 In these files, a step is one rollout with its `num_iterations` optimizer steps. The prompts of a step are divided into
 equal parts, one per data-parallel sampling rank. Version v of the weights exists after v steps. Completions of step t
-are sampled with a version of at least t - 1 - `max_staleness`. Sampling ranks wait until such a version exists.
+are sampled with version t - 1 - `max_staleness` or newer. Sampling ranks wait until this version exists.
 
 With `training.deterministic`, sampling ranks use exactly version t - 1 - `max_staleness` (at least 0), else the newest
 version. With `partial_rollout`, unfinished completions continue under newer weights.
@@ -86,7 +86,7 @@ class Sampler:
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the right-padded prompts [N, S + 1] and their lengths [N]; a prompt ends at the row's first label."""
+        """Return the right-padded prompts [N, S + 1] and their lengths [N]; the target tokens follow the prompt."""
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         # Labels are shifted: the first one is at the last token of the prompt.
@@ -217,12 +217,12 @@ class Publisher:
 
 
 def sample_rank(job: Job, replica: int) -> None:
-    """Run a rank of sampling replica `replica`: sample one part of every step with the published weights.
+    """Run one rank of sampling replica `replica`: sample one part of every step, until training ends.
 
-    The function returns when training ends.
+    SIGINT, SIGTERM and SIGHUP are ignored, because the training ranks end the run.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the training ranks end the run
+        signal.signal(number, signal.SIG_IGN)
     training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     with World.join(deadlines=deadlines, worlds=job.worlds) as world:
@@ -285,7 +285,7 @@ class _SamplingRank:
         return newer
 
     def _load_weights(self, step: int, recorder: SpanRecorder) -> bool:
-        """Wait for weights that are new enough for a step and load them; return False if training has ended."""
+        """Wait for weights that are new enough for `step`, and load them; return False if training has ended."""
         least = max(0, step - 1 - self._grpo.max_staleness)
         with recorder.span("wait for weights", "wait"):
             version = self._folder.version(least, exact=self._job.recipe.training.deterministic)
@@ -316,7 +316,6 @@ class _SamplingRank:
         recorder: SpanRecorder,
         reference: ReferenceWeights | None,
     ) -> None:
-        """Sample and publish this rank's part of a step, with log-probabilities under `reference` if it is set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
             completions = self._sampler.complete(inputs, step, self._part * self._rows, microbatch, self._weights)

@@ -1,8 +1,8 @@
 """Sampling of completions for many prompts from a model that is parallelized for training.
 
-Every data-parallel rank samples its own rows. Ranks that share the parameters of a replica run the same number of
-forward passes. Sampling uses the trained weights in place, without a copy. A key-value cache exists only during
-sampling, for one microbatch of rows.
+Every data-parallel rank samples the completions of its rows. Ranks that share the parameters of a replica run the same
+number of forward passes. Sampling uses the trained weights in place, without a copy. A key-value cache exists only
+during sampling, for one microbatch of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Completions:
         versions: [N, S + 1] version of the weights that sampled each token; `NOT_SAMPLED` for prompts, environment
             replies and padding.
         rewards: [N] sum of the rewards that the environment returned; 0 without an environment.
-        stopped: [N] mask of completions that ended with a stop token; the others ended at the length limit.
+        stopped: [N] mask of completions that ended with a stop token, not at the length limit.
         reference_logprobs: [N, S] log-probability of each next token under the reference model; [N, 0] if the sampling
             ranks do not compute it.
     """
@@ -76,7 +76,7 @@ class Completions:
 
 @dataclass
 class Weights:
-    """Version of the sampling weights, and functions that load newer ones.
+    """Version of the sampling weights, and functions that load newer weights.
 
     Attributes:
         version: Version of the loaded weights: the number of rollouts that they were trained on.
@@ -113,7 +113,7 @@ def sample(
         max_completion_length: Maximum number of tokens of a completion, including environment replies.
         draws: [N, max_completion_length] random numbers in [0, 1), one per token.
         microbatch: Number of rows of a forward pass.
-        weights: Version of the weights, and functions that load newer ones; None: fixed weights of version 0. After
+        weights: Version of the weights, and functions that load newer weights; None: fixed weights of version 0. After
             newer weights are loaded, unfinished completions are prefilled again and continue.
         environments: Environments that reply to finished turns; None: a completion is one turn.
         exact: Decode without a key-value cache, by forward passes over full rows as in training, and compute the
@@ -152,7 +152,6 @@ def sample(
 
 
 def _decoding_sequences(tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor) -> list[DecodingSequence]:
-    """Return the initial decoding state of each row whose limit is at least one token."""
     row_draws = draws.double().cpu().numpy()
     return [
         DecodingSequence(row, tokens[row, :start].tolist(), start, limit, row_draws[row])
@@ -182,7 +181,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield a sequence after each token sampled for it; load newer weights when due; append replies that fit."""
+    """Yield a sequence after each token sampled for it; load newer weights when due, and append environment replies."""
     while True:
         for sequence in decoder.run():
             yield sequence
