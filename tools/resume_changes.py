@@ -75,6 +75,7 @@ def _child(words: list[str], place: Path, environment: dict[str, str], log: Path
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))  # a test may capture both
     os.chdir(place)
     os.environ.update(environment)
     sys.path.append(str(place))
