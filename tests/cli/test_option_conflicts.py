@@ -54,6 +54,21 @@ def test_leaving_out_the_option_of_the_hint_succeeds(recipe, name):
     assert call(f"plan {MACHINE} --devices 8 {name}").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "problem", "hint"),
+    [
+        ("--prompt a --parallel tp=2", "--parallel needs --prompts", "leave out --parallel, or give --prompts"),
+        ("--json -o out.jsonl", "-o needs --prompts", "leave out -o, or give --prompts"),
+        ("-o out.jsonl --parallel tp=2", "-o and --parallel need --prompts", "--prompts FILE.jsonl"),
+    ],
+)
+def test_an_option_for_many_prompts_is_refused_by_name_without_them(recipe, options, problem, hint):
+    with pytest.raises(HyperParallelError) as caught:
+        call(f"generate runs/run {options}")
+    assert caught.value.what == problem
+    assert caught.value.hint.startswith(hint)
+
+
 def test_options_that_are_satisfied_are_accepted(recipe):
     assert call(f"plan {MACHINE} --devices 8 --no-code").exit_code == 0
     assert call("plan --recipe r.yaml --no-code --json").exit_code == 0

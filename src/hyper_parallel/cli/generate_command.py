@@ -73,9 +73,7 @@ def generate(
 
         converse(source.load(), sampling)
     elif output is not None or parallel:
-        is_replaced = prompt is not None or as_json
-        hint = "leave out -o and --parallel, or give --prompts FILE.jsonl instead of --prompt and --json"
-        raise BadValue("-o and --parallel need --prompts", hint=hint if is_replaced else "--prompts FILE.jsonl")
+        raise _prompts_missing(output is not None, bool(parallel), prompt is not None, as_json)
     elif prompt is None:
         raise BadValue("no prompt is given", hint='--prompt "Once"')
     else:
@@ -125,6 +123,14 @@ def _prompts_conflict(source: _ModelSource, has_prompt: bool, as_json: bool, par
         got=f"--device-memory with --parallel {parallel}",
         hint="leave out --parallel, or --device-memory and its options",
     )
+
+
+def _prompts_missing(has_output: bool, has_parallel: bool, has_prompt: bool, as_json: bool) -> BadValue:
+    """Return the error for options that need `--prompts`, which excludes `--prompt` and `--json`."""
+    names = " and ".join(["-o"] * has_output + ["--parallel"] * has_parallel)
+    single = " and ".join(["--prompt"] * has_prompt + ["--json"] * as_json)
+    hint = f"leave out {names}, or give --prompts FILE.jsonl in place of {single}" if single else "--prompts FILE.jsonl"
+    return BadValue(f"{names} {'need' if has_output and has_parallel else 'needs'} --prompts", hint=hint)
 
 
 def _memory(device: str | None, dram: str | None, flash_dir: Path | None, topology: str) -> DeviceMemory | None:
