@@ -98,6 +98,7 @@ def plan(
         output = schedule_csv = None
     _check_files(output, schedule_csv)
     chosen, names = _choose_plan(ctx, recipe, free)
+    files = _write_files(chosen, output, schedule_csv, recipe)  # before the text, whose reader may close the pipe
     if launch is not None:
         say(_launch_text(chosen, names, launch))
     elif as_json or is_quiet():
@@ -105,7 +106,8 @@ def plan(
     else:
         say(_plan_text(chosen, explain, gantt))
         say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
-    _write_files(chosen, output, schedule_csv, recipe)
+    for line in files:
+        say(line, err=True)
 
 
 def _difference(left: Path, right: Path) -> str:
@@ -124,17 +126,20 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
         check_schedule_file(schedule_csv)
 
 
-def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> None:
+def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> list[str]:
+    """Write the plan to `output` and its schedule to `schedule_csv`; return a line about each file."""
+    lines = []
     if schedule_csv is not None:
         hint = "--pin pp=2" if recipe is None else f"set `parallel.pp=2` in {recipe}"
         if chosen.strategy.world_size % 2:
             hint = "leave out --schedule-csv, or plan for an even number of devices"
         write_schedule(chosen, schedule_csv, hint)
-        say(f"schedule written to {schedule_csv}", err=True)
+        lines.append(f"schedule written to {schedule_csv}")
     if output is not None:
         with written(output):
             chosen.save(output)
-        say(f"plan written to {output}", err=True)
+        lines.append(f"plan written to {output}")
+    return lines
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
