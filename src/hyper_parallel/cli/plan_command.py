@@ -94,8 +94,7 @@ def plan(
     if diff is not None:
         say(_difference(*diff))
         return
-    if dry_run:
-        output = schedule_csv = None
+    output, schedule_csv = (None, None) if dry_run else (output, schedule_csv)
     _check_files(output, schedule_csv)
     chosen, names = _choose_plan(ctx, recipe, free)
     files = _write_files(chosen, output, schedule_csv, recipe)  # before the text, whose reader may close the pipe
@@ -104,9 +103,13 @@ def plan(
     elif as_json or is_quiet():
         say(chosen.to_json() if as_json else chosen.one_line())
     else:
-        say(_plan_text(chosen, explain, gantt))
-        say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
-    for line in files:
+        commands = "\n".join(_next_commands(ctx, recipe, topology, chosen, output))
+        say(f"{_plan_text(chosen, explain, gantt)}\n\nnext:\n{commands}")
+    _say_lines(files)
+
+
+def _say_lines(lines: list[str]) -> None:
+    for line in lines:
         say(line, err=True)
 
 
