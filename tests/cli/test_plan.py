@@ -241,3 +241,13 @@ def test_planning_for_2048_devices_imports_no_framework():
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_is_written_if_the_reader_of_the_text_has_left(tmp_path):
+    words = ["plan", "llama-3-8b", "-t", "dgx-h100", "-o", "plan.json"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hyper_parallel", *words]
+    with subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+        process.wait(60)
+    assert Plan.load(tmp_path / "plan.json").strategy.world_size == 8

@@ -94,18 +94,23 @@ def plan(
     if diff is not None:
         say(_difference(*diff))
         return
-    if dry_run:
-        output = schedule_csv = None
+    output, schedule_csv = (None, None) if dry_run else (output, schedule_csv)
     _check_files(output, schedule_csv)
     chosen, names = _choose_plan(ctx, recipe, free)
+    files = _write_files(chosen, output, schedule_csv, recipe)  # before the text, whose reader may close the pipe
     if launch is not None:
         say(_launch_text(chosen, names, launch))
     elif as_json or is_quiet():
         say(chosen.to_json() if as_json else chosen.one_line())
     else:
-        say(_plan_text(chosen, explain, gantt))
-        say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
-    _write_files(chosen, output, schedule_csv, recipe)
+        commands = "\n".join(_next_commands(ctx, recipe, topology, chosen, output))
+        say(f"{_plan_text(chosen, explain, gantt)}\n\nnext:\n{commands}")
+    _say_lines(files)
+
+
+def _say_lines(lines: list[str]) -> None:
+    for line in lines:
+        say(line, err=True)
 
 
 def _difference(left: Path, right: Path) -> str:
@@ -124,17 +129,20 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
         check_schedule_file(schedule_csv)
 
 
-def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> None:
+def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> list[str]:
+    """Write the plan to `output` and its schedule to `schedule_csv`; return a line about each file."""
+    lines = []
     if schedule_csv is not None:
         hint = "--pin pp=2" if recipe is None else f"set `parallel.pp=2` in {recipe}"
         if chosen.strategy.world_size % 2:
             hint = "leave out --schedule-csv, or plan for an even number of devices"
         write_schedule(chosen, schedule_csv, hint)
-        say(f"schedule written to {schedule_csv}", err=True)
+        lines.append(f"schedule written to {schedule_csv}")
     if output is not None:
         with written(output):
             chosen.save(output)
-        say(f"plan written to {output}", err=True)
+        lines.append(f"plan written to {output}")
+    return lines
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
