@@ -378,7 +378,7 @@ def test_rewards_by_name():
     ("change", "error", "match"),
     [
         (["data.packing=true"], Contradiction, "one conversation in a sequence"),
-        (["parallel.pp=2"], Contradiction, "cannot use pipeline"),
+        (["parallel.pp=2"], Contradiction, "does not support pp or cp"),
         (["grpo.num_generations=6"], Contradiction, "whole groups"),
         (["stage=sft"], Contradiction, "applies to `stage: grpo` only"),
         (

@@ -57,9 +57,9 @@ class _Renderer:
         try:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._turns = self._forms(conversation.messages)
-        except HyperParallelError:
-            raise
         except Exception as error:  # for example, a tokenizer without a template
+            if isinstance(error, HyperParallelError) and not isinstance(error, BadValue):
+                raise  # of another file, such as generation_config.json
             raise self._template_error(error) from error
 
     def _forms(self, messages: Sequence[Message]) -> list[Message]:
