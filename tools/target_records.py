@@ -256,12 +256,12 @@ RECORDS: Final[dict[str, Input]] = {
     "kto": Input(_PAIR_ROWS, {"a.jsonl": _lines(
         {"prompt": "Which way?", "completion": "To the left.", "label": True},
         {"prompt": "Which way?", "completion": "No idea.", "label": False})}, stage="kto"),
-    "kto, no label": _refused({"prompt": "Which way?", "completion": "To the left."}, "whether its answer is good", stage="kto"),
+    "kto, no label": _refused({"prompt": "Which way?", "completion": "To the left."}, "whether its answer is desirable", stage="kto"),
     "grpo": _of({"prompt": "Which way?", "answer": "To the left."}, _ASKED, stage="grpo"),
     "grpo, turns": _of({"prompt": [_S, _U], "solution": "left"}, Row((_S, _U), is_prompt=True), stage="grpo"),
     "dpo, a worse answer beside another form": _refused(
         {"query": "Which way?", "response": "To the left.", "rejected_response": "No idea."},
-        "rejected answer under an unknown key", stage="dpo"),
+        "a better and a worse answer, but not under", stage="dpo"),
     "pair, stage sft": _refused(_PAIR, "dpo|preference|chosen"),
 }  # fmt: skip
 """Inputs by name."""

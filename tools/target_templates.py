@@ -18,7 +18,7 @@ TOOLS_LOST: Final = "does not write the tools"
 CALL_LOST: Final = "does not write a tool call"
 REASONING_LOST: Final = "drops the reasoning"
 WORDS_LOST: Final = "words of a turn do not appear"
-NO_MARKER: Final = "writes no marker after an answer"
+NO_MARKER: Final = "does not end an answer with a marker"
 RAISES: Final = "rejects a conversation"
 REWRITTEN: Final = "differently when more turns follow"
 

@@ -384,7 +384,7 @@ def test_rewards_by_name():
         (
             ["grpo.reward_funcs=[own_rewards.none]"],
             NotImportable,
-            "the function `own_rewards.none` cannot be imported",
+            "`own_rewards.none` cannot be imported",
         ),
         (["grpo.reward_weights=[1.0]"], Contradiction, "exactly one weight"),
         (["grpo.reward_funcs=[own_rewards.wrong]"], BadValue, "one finite number"),

@@ -220,7 +220,7 @@ def test_between_turns_of_a_template_that_reasons(place):
         (
             ["grpo.environment=own_environments.None_"],
             NotImportable,
-            "the function `own_environments.None_` cannot be imported",
+            "`own_environments.None_` cannot be imported",
         ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
         (["grpo.environment=own_environments.Raising"], BadValue, "an environment raised an exception"),

@@ -441,6 +441,13 @@ def test_schedules_that_do_not_fit_the_sub_models_are_refused(tmp_path: Path) ->
             ranks={"vision": (0,), "language": (0,)},
             schedule=schedule,
         )
+    with pytest.raises(BadValue, match="without a strategy"):
+        hp.parallelize_submodels(
+            _model(tmp_path, frozen=False),
+            {"vision": "", "language": ""},
+            hp.World.join("cpu"),
+            ranks={"vision": (0,), "language": (0,), "audio": (1,)},
+        )
 
 
 @pytest.mark.slow

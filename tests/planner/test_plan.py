@@ -21,7 +21,7 @@ from hyper_parallel.errors import (
     PlanUnreadable,
     UnknownKey,
 )
-from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.ir import Overlap, Plan, Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import check_saved_plan, plan
 from hyper_parallel.topology import Quantity, load_topology, preset_names
@@ -120,10 +120,13 @@ def test_illegal_strategies_are_refused_with_a_hint(strategy, error):
     assert caught.value.hint
 
 
-def test_expert_parallelism_needs_experts():
+@pytest.mark.parametrize(
+    ("overlap", "hint"), [(Overlap(), "parallel.ep=1"), (Overlap(ep_chunks=2), "parallel.ep=1 overlap=none")]
+)
+def test_expert_parallelism_needs_experts(overlap, hint):
     with pytest.raises(NotDivisible, match="ep=2 needs a mixture of experts") as caught:
-        plan(small_model(), machine(), Workload(512, 512 * 8), strategy=Strategy(dp_shard=4, ep=2))
-    assert caught.value.hint == "parallel.ep=1"
+        plan(small_model(), machine(), Workload(512, 512 * 8), strategy=Strategy(dp_shard=4, ep=2, overlap=overlap))
+    assert caught.value.hint == hint
 
 
 def test_degrees_that_do_not_multiply():

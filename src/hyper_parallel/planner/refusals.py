@@ -26,6 +26,7 @@ from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, shown_pin
 from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
+from hyper_parallel.shard import without_axes
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes
 
@@ -100,8 +101,17 @@ def check_legal(numbers: ModelNumbers, workload: Workload, strategy: Strategy, w
                 where=where,
                 got=f"ep={s.ep}",
                 allowed=allowed,
-                changes={"parallel.ep": max(allowed)},
+                changes={"parallel.ep": max(allowed)} if max(allowed) > 1 else without_axes(s, "ep"),
             )
+
+
+_NO_TP_OVERLAP: Final[dict[str, Any]] = {"half_batch": False, "tp_chunks": 1, "tp_symmetric": False}
+_NO_OVERLAP: Final = {
+    "overlap": {**_NO_TP_OVERLAP, "ep_chunks": 1},
+    "overlap.tp": _NO_TP_OVERLAP,
+    "overlap.ep": {"ep_chunks": 1},
+}
+"""For a recipe key that a change sets to `none`, the fields of `Overlap` that change."""
 
 
 def follow_changes(
@@ -131,14 +141,13 @@ def follow_changes(
 
 
 def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, Any]) -> tuple[Strategy, Workload]:
-    """Return a strategy and a workload after `changes`: keys of `training` and `parallel`, or `overlap.tp` = `none`."""
+    """Return a strategy and a workload after `changes`: keys of `training` and `parallel`, or overlap set to `none`."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if section == "training":
             workload = replace(workload, **{name: value})
-        elif (key, value) == ("overlap.tp", "none"):
-            overlap = replace(strategy.overlap, half_batch=False, tp_chunks=1, tp_symmetric=False)
-            strategy = replace(strategy, overlap=overlap)
+        elif key in _NO_OVERLAP and value == "none":
+            strategy = replace(strategy, overlap=replace(strategy.overlap, **_NO_OVERLAP[key]))
         elif key == "parallel.rules":
             strategy = replace(strategy, rules=tuple(Rule(*rule) for rule in value.items()))
         else:

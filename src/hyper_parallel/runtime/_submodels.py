@@ -371,6 +371,14 @@ def _unset_stages(language: Strategy) -> dict[str, object]:
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
+    if unknown := [name for name in ranks if name not in strategies]:
+        raise BadValue(
+            "`ranks` names sub-models without a strategy",
+            where="ranks",
+            got=unknown,
+            allowed=[*strategies],
+            hint=f"ranks without {', '.join(map(repr, unknown))}",
+        )
     for name, strategy in strategies.items():
         own = [*ranks.get(name, ())]
         if not len(own) == len({*own}) == strategy.world_size:

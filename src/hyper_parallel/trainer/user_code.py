@@ -18,7 +18,7 @@ def load_class(path: str, base: type, where: str) -> type:
         NotImportable: HP109 when the class cannot be imported, or is not a subclass of `base`.
     """
     allowed = f"the dotted path of a subclass of {base.__module__}.{base.__qualname__}, such as `my_module.MyClass`"
-    cls = _imported(path, where, "class", allowed)
+    cls = _imported(path, where, allowed)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise NotImportable(
             f"`{path}` is not a subclass of `{base.__qualname__}`",
@@ -37,14 +37,14 @@ def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[
     Raises:
         NotImportable: HP109 when the function cannot be imported, or is not callable.
     """
-    allowed = ", ".join([*known, "the dotted path of a function, such as `my_module.my_function`"])
-    function = _imported(path, where, "function", allowed)
+    allowed = ", ".join([*known, "the dotted path of a function or class, such as `my_module.my_function`"])
+    function = _imported(path, where, allowed)
     if not callable(function):
         raise NotImportable(f"`{path}` is not callable", where=where, got=path, allowed=allowed)
     return function  # type: ignore[no-any-return]
 
 
-def _imported(path: str, where: str, kind: str, allowed: str) -> Any:
+def _imported(path: str, where: str, allowed: str) -> Any:
     module, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path:  # noqa: PTH109
         sys.path.append(os.getcwd())  # noqa: PTH109
@@ -52,4 +52,4 @@ def _imported(path: str, where: str, kind: str, allowed: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # imports run user code
         got = f"{path}: {type(error).__name__}: {error}"
-        raise NotImportable(f"the {kind} `{path}` cannot be imported", where=where, got=got, allowed=allowed) from error
+        raise NotImportable(f"`{path}` cannot be imported", where=where, got=got, allowed=allowed) from error
