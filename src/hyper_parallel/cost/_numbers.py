@@ -131,7 +131,10 @@ class _Decoders:
         return block.mlp.num_experts if self.visits_all else block.mlp.experts_per_token
 
     def expert_saved_width(self, block: Block, hidden: int) -> int:
-        """Return the elements per token of the inputs, activations and outputs of the routed experts of a layer."""
+        """Return the elements per token of inputs, outputs and intermediate tensors of the routed experts of a layer.
+
+        Intermediate tensors are gate, up and their product, or two tensors without a gate. A dense layer has 0.
+        """
         mlp = block.mlp
         if mlp is None:
             return 0

@@ -224,9 +224,9 @@ class OffloadDemand:
         )  # fmt: skip
 
     def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
-        """Return seconds per microbatch: of work during evictions, of work during prefetches, and of recomputation.
+        """Return seconds per microbatch: work that hides evictions, work that hides prefetches, and recomputation.
 
-        Recomputation is part of backward, so prefetches overlap it.
+        Recomputation is part of backward, which hides prefetches and, unless `alternating` is set, evictions.
         """
         recomputed = passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
         recomputed = recomputed + products / np.maximum(self.products_bytes, 1.0) * self.products_s

@@ -46,7 +46,7 @@ class RecipeUnreadable(HyperParallelError, code="HP103"):
 
 
 class Contradiction(HyperParallelError, code="HP104"):
-    """Values or options are allowed individually, but not together.
+    """Values or options are allowed individually but not together, or a setting of another program is not supported.
 
     Fix: change or remove one of the values named in the message.
     """
@@ -501,7 +501,7 @@ class JournalMismatch(HyperParallelError, code="HP641"):
 
 
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
-    """There is no intact checkpoint: none was saved, or a file is missing, truncated or modified.
+    """The requested checkpoint, or every checkpoint of the run, is missing or damaged (a file truncated or modified).
 
     Fix: restore the file named in the message, choose another checkpoint, or start again without resume.
     """

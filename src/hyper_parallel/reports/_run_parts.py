@@ -21,13 +21,14 @@ _LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """Steps of a run between two resumes.
+    """Steps of a run from its start or a resume up to the next resume or the end.
 
     Attributes:
         step: Number of steps before this part.
         plan: Plan of the steps of this part.
         rows: Metrics, one mapping per step.
-        changed: [old, new] by dotted key: recipe values and other facts that changed at the resume.
+        changed: [old, new] by dotted key: recipe values and other facts that changed at the resume; empty for the
+            first part.
     """
 
     step: int

@@ -200,7 +200,8 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
     for rule in rules:
         remaining = [other for other in rules if other is not rule]
         if rule.style not in STYLES:
-            near = difflib.get_close_matches(rule.style, STYLES, n=1)
+            style = rule.style.lower().removesuffix("parallel")  # also the class names of PyTorch
+            near = difflib.get_close_matches(style, STYLES, n=1)
             raise RuleError(
                 f"the rule for `{rule.pattern}` names a style that does not exist",
                 got=rule.style,

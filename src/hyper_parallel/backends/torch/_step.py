@@ -105,6 +105,7 @@ def _objective_loss(
     """Return this rank's loss of one microbatch, a scalar on which backward is called.
 
     The sum over cp ranks is the objective's value for the microbatch, plus the router loss if gradients are enabled.
+    With pipeline stages, the last stage adds the router loss later.
     `share` is the weight of this rank's microbatch in the router loss of the step.
     """
     scores = over is None and scores_tokens(model)

@@ -65,7 +65,8 @@ def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
         if not all(map(_TASK_HEAD.match, rates)):
             return True
     for module in model.modules():
-        if type(module).__name__ in _SAMPLING_MODULES or next(_module_rates(module), None):
+        samples = type(module).__name__ in _SAMPLING_MODULES and "train" not in vars(module)  # not fixed in evaluation
+        if samples or next(_module_rates(module), None):
             return True
         if adapters and getattr(vars(module).get("adapter"), "dropout", 0.0):
             return True

@@ -78,14 +78,16 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     `load_tokenizer` with `template`.
     """
     values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
+    origins: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in KNOWN:
-            values[key] = _parsed(key, value, f"{path}: {key} (set by command line)")
+            origins[key] = f"{path}: {key} (set by command line)"
+            values[key] = _parsed(key, value, origins[key])
         else:
             recipe_overrides.append(override)
     for key, value in values.items():
-        _check(key, value, f"{path}: {key}")
+        _check(key, value, origins.get(key, f"{path}: {key}"))
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
     if missing := [k for k, d in defaults.items() if d == NEEDED and values.get(k) is None]:
         key = missing[0]

@@ -130,7 +130,7 @@ def _reference_of(model: nn.Module) -> nn.Module:
 def _stored_tensors(
     model: nn.Module, reference: nn.Module, shards: ExportShards, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return a dict from each parameter and buffer to write to (full shape, stored dtype)."""
+    """Return the full shape and the stored dtype of every tensor to write, by name; tied tensors have one entry."""
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
     forced = {} if dtype is None else published_dtypes(model, dtype)
     names = _stored_once(reference, shapes)
