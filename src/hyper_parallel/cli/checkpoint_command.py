@@ -42,7 +42,10 @@ def list_(run_dir: RunDir) -> None:
 
 @app.command()
 def verify(run_dir: RunDir) -> None:
-    """Compare every file with its checksum, and print one line per checkpoint. Exit with status 1 if one is damaged."""
+    """Compare every file with its checksum, and print one line per checkpoint.
+
+    Exit with status 1 if a checkpoint is damaged, has an unknown file, or has an earlier format.
+    """
     if not _print_steps(run_dir, contents=True):
         raise typer.Exit(1)
 

@@ -550,7 +550,11 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
 def _merge_parallel(
     path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str, aliases: dict[str, str]
 ) -> None:
-    """Apply the rules of `parallel` to a layer before it is merged, and update `aliases` for the keys that it sets."""
+    """Normalize section `parallel` of `layer`, the keys of one recipe or command line, before it is merged.
+
+    `parallel: auto` becomes `parallel.auto` and removes earlier degrees from `merged`. Alias keys are renamed and
+    recorded in `aliases`. A layer that sets a degree or sub-models turns `parallel.auto` off.
+    """
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]

@@ -63,9 +63,9 @@ class Communication(BlockCommunication):
 
 
 def exposed(traffic: Array, work: Array, overlap: float) -> Array:
-    """Return the exposed seconds of communication that computation may hide.
+    """Return the seconds of communication that computation does not hide.
 
-    The result is the larger of the fraction 1 - `overlap` of `traffic` seconds, and the excess over `work` seconds.
+    Computation hides at most the fraction `overlap` of the `traffic` seconds, and at most `work` seconds.
     """
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 

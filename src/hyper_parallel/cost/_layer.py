@@ -27,7 +27,7 @@ PASSES: Final = (0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute seconds of one layer and microbatch on one rank, by kind of kernel."""
+    """Seconds of computation of one layer per microbatch and rank, by kind of kernel, and bytes saved for backward."""
 
     matmul: Array  # matmuls of attention projections, feed-forward part and experts, forward; backward takes twice that
     attention: Array  # attention scores and their product with the values, forward
@@ -39,7 +39,8 @@ class Compute:
     recompute: Array  # recomputed forward work in backward
     # kernel launches and host work that kernels do not hide, in forward, backward and recomputation
     launch: Array
-    saved_bytes: Array  # bytes saved for backward and outputs of experts, without recomputation, all sharded over P
+    # bytes saved for backward without recomputation, and outputs of experts, divided by the tensor-parallel ranks
+    saved_bytes: Array
 
     @property
     def forward(self) -> Array:

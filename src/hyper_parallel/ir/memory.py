@@ -164,7 +164,7 @@ class MemoryProgram:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computation in the step, without waits for copies or other ranks."""
+        """Sum of the operators' seconds; waits for copies and other ranks are not included."""
         return sum(op.seconds for op in self.operators)
 
     @property

@@ -238,7 +238,10 @@ class Schedule:
         return self.after(action.stage) if action.kind in ("B", "I") else ()
 
     def messages(self, action: Action) -> tuple[Action, ...]:
-        """Return the sends of the result of F, B or I: one per stage that needs it, on any rank. () for other kinds."""
+        """Return the sends of the result of F, B or I, one per stage that needs it; () for other kinds.
+
+        Stages on the same rank are included, although they need no transfer.
+        """
         kind = _SENDS.get(action.kind)
         if kind is None:
             return ()

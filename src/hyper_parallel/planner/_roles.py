@@ -200,7 +200,7 @@ def _plan_without_split(
 
 
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks; its hint sets keys of `grpo`."""
+    """Raise an error if a sampler replica of `tp` tensor-parallel ranks is illegal; the hint names keys of `grpo`."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload, copy)  # no pipeline: the batch has no effect

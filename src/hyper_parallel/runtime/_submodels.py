@@ -345,7 +345,7 @@ def _validated_strategies(
     needed = sum(strategy.world_size for strategy in strategies.values())
     if needed != world_size:
         raise DegreesMismatch(
-            "the degrees of the sub-models do not add up to the number of ranks",
+            f"the sub-models need {needed} ranks in total, but the run has {world_size}",
             where="parallel.submodels",
             got=f"{' + '.join(str(s.world_size) for s in strategies.values())} on {world_size} ranks",
             allowed=f"{needed} ranks",

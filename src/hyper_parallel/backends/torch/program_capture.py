@@ -302,7 +302,7 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
-    """Trace a function on fake tensors into a graph of core ATen operators, without in-place writes."""
+    """Trace a function on fake tensors into a graph of core ATen operators; only writes to inputs stay in place."""
     # Copy the examples: an object that is passed as two arguments would be traced as one argument.
     example = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad), example)
 

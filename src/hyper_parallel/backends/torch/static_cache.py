@@ -115,7 +115,8 @@ def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dic
     """Return attention masks [B, 1, S, N] for N = `length` cached keys, by name: `mask.` and the kind of layer.
 
     The queries are at `positions` [B, S], and the key of position p has index p. Masks for `sdpa` are boolean, True
-    where a query may attend to a key. Masks for eager attention are additive, of `dtype`.
+    where a query may attend to a key. Masks for eager attention are additive, of `dtype`. Call it only for a model for
+    which `why_no_own_cache` returns None.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)

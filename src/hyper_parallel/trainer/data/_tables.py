@@ -194,11 +194,20 @@ class Table:
         """
         columns = getattr(self.rows, "data", None)
         # If the rows are not in file order, validate all batches first.
-        if getattr(self.rows, "_indices", None) is not None:
-            columns = columns.table.validate(full=True)
+        in_order = getattr(self.rows, "_indices", None) is None
+        begin = 0
         for batch in () if columns is None else columns.table.to_batches():
-            batch.validate(full=True)
-            for _ in range(batch.num_rows):
+            try:
+                batch.validate(full=True)
+            except Exception as error:
+                raise NoData(
+                    "the Arrow data of the dataset is damaged",
+                    where=f"{self.name}: rows {begin} to {begin + batch.num_rows - 1}",
+                    got=str(error).splitlines()[0][:200],
+                    hint="save the dataset again",
+                ) from error
+            begin += batch.num_rows
+            for _ in range(batch.num_rows if in_order else 0):
                 yield True
         while True:
             yield True

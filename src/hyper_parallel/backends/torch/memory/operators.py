@@ -393,6 +393,7 @@ def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return (position, value) of an operator's plain-number outputs that depend on values of tensors.
 
     Numbers returned together with tensors are sizes and omitted, unless torch tags the operator as data-dependent.
+    Call it only for an operator with tensor arguments.
     """
     sizes = any(isinstance(value, torch.Tensor) for value in flat)
     if sizes and torch.Tag.data_dependent_output not in func.tags:
