@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tests.e2e.runs  # noqa: F401  imports what every run would import by itself
+from hyper_parallel import reports
 
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.append(str(TOOLS))
@@ -21,9 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """A language model and a reward model."""
-    resume_changes.prepare()
+    write_report = reports.write_report
+    resume_changes.prepare()  # replaces `reports.write_report`
     root, run = tmp_path_factory.mktemp("shared"), resume_changes.command
-    return resume_cases.base_model(root, run), resume_cases.reward_model(root, run)
+    yield resume_cases.base_model(root, run), resume_cases.reward_model(root, run)
+    reports.write_report = write_report
 
 
 @pytest.mark.parametrize("case", resume_cases.CASES, ids=lambda case: case.name)
