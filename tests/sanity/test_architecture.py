@@ -26,7 +26,7 @@ def section(title: str) -> str:
 
 def picture() -> list[str]:
     """Lines of the block in the section about rooms."""
-    return [line[4:] for line in section("Rooms and who may import whom").splitlines() if line[:4] == "    "]
+    return [line[4:] for line in section("Packages and who may import whom").splitlines() if line[:4] == "    "]
 
 
 def drawn_layers() -> list[list[str]]:
