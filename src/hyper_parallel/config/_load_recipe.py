@@ -263,7 +263,7 @@ def _run_hint(path: Path) -> str | None:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML in one line; texts are not quoted."""
+    """Return a value as one line of YAML for a hint; a text is returned as it is, without the quotes of YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple, dict)):

@@ -258,10 +258,10 @@ class DoesNotFit(HyperParallelError, code="HP401"):
 
 
 class BudgetImpossible(HyperParallelError, code="HP402"):
-    """No memory plan fits the byte budget within the permitted step time.
+    """The search found no memory plan that fits the byte budget.
 
     All operands of an operator must be on the device at once, so the largest working set is a lower bound of any plan.
-    Fix: raise the budget or the time limit, or reduce the largest operator (a chunked loss, a smaller microbatch).
+    Fix: raise the budget, or reduce the largest operator (a chunked loss, a smaller microbatch).
     """
 
     least_bytes: int = 0

@@ -39,7 +39,7 @@ def console(**options: Any) -> Console:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log formatter that escapes control characters."""
+    """Log formatter that escapes the same characters as `printable`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the formatted line of a record, with control characters escaped."""

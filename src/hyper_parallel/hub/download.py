@@ -135,7 +135,11 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run the download that the command-line arguments describe, and print the result as JSON."""
+    """Run the download that the command-line arguments describe, and print the result as JSON.
+
+    Arguments: repository, part, revision (for the part `dataset`: its configuration), split, and optionally any word
+    that turns progress bars off.
+    """
     repository, part, revision, split, *options = sys.argv[1:]
     if options or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

@@ -241,7 +241,10 @@ class ListScheduler:
         return _NEVER
 
     def _fits(self, r: int, action: tuple[int, int, int]) -> bool:
-        """Return whether memory suffices for a forward, and then to finish its and all earlier microbatches."""
+        """Return whether rank `r` has memory for a forward and, after it, for the rest of its microbatch.
+
+        The same must hold for every microbatch of higher priority.
+        """
         if self._limits is None:
             return True
         rank, limit = self._ranks[r], self._limits[r]

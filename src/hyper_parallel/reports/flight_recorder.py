@@ -164,8 +164,8 @@ def _unreadable(
         problem,
         where=str(path),
         got=why,
-        hint="to record dumps, `export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_` before "
-        "the job starts",
+        hint="to record dumps, `export TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000 "
+        "TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_` before the job starts",
     )
 
 

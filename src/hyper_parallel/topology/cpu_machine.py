@@ -49,7 +49,10 @@ _LOOPBACK_STEP_S: Final = 0.4e-3
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Processor and memory of this machine, within the limits of this process."""
+    """Processor and memory of this machine, within the CPU affinity and the cgroup v2 memory limit of this process.
+
+    CPU quotas are not considered.
+    """
 
     model: str
     cores: int

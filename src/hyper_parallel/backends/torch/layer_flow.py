@@ -61,7 +61,7 @@ class LayerFlow:
         return {name for name, layers in self.params.items() if not layers}
 
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
-        """Return a value in the structure of a layer's return value: `hidden` as activations, else None."""
+        """Return a value with the structure of the layer's return value: `hidden` as activations, else None."""
         spec, position = self.outputs[layer]
         leaves = [hidden if i == position else None for i in range(spec.num_leaves)]
         return tree_unflatten(leaves, spec)

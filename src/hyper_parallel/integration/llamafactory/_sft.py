@@ -212,9 +212,9 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             option = next((name for name, value in zip(options, is_set, strict=True) if value), "do_predict")
             raise Contradiction(
                 "with tp_size or cp_size, evaluation computes the loss only",
-                where="the arguments of LlamaFactory",
+                where=f"{option} of LlamaFactory",
                 got=f"{option}: true",
-                hint=f"{option}: false",
+                hint=f"{option}: false" + (" and do_predict: false" if self.args.do_predict else ""),
             )
         batch = self._ready(self._prepare_inputs(inputs))
         tokens = self._get_num_items_in_batch([batch], self.args.device)

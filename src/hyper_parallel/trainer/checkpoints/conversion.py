@@ -164,7 +164,10 @@ def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> Carri
 
 
 def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
-    """Build the model at `path` on the meta device, with further recipe `sections`; raise ModelUnreadable (HP305)."""
+    """Build the model at `path` on the meta device; `sections` are further arguments of `Recipe`.
+
+    Raise ModelUnreadable (HP305) if `path` names no model or transformers cannot build it.
+    """
     # All models support eager attention, and checkpoints do not depend on the attention implementation.
     source = Model(path=path, attn_implementation="eager", trust_remote_code=trusted)
     try:

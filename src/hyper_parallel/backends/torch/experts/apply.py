@@ -55,6 +55,9 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
     """Wrap the modules of experts on this rank: dispatch tokens and combine results if needed, and count rows.
 
+    A list of experts with ep = 1 gets zero gradients for unused experts, but no routing counter. On one rank without a
+    capacity, modules that cannot be wrapped do not change.
+
     `tokens` selects this rank's tokens among the rows of a layer. It is stored in `state`, with the modules' names and
     their routing counters. `in_decoder` tells whether the experts belong to a Hugging Face model with decoder layers.
 
