@@ -61,7 +61,7 @@ def assert_as_planned(out, reference):
         assert row["offload"]["difference_bytes"] == 0
     page = (out / "report.html").read_text()
     assert "host to device" in page
-    assert "host memory: predicted peak" in page
+    assert "host memory: predicted and measured peak" in page
 
 
 def on_train_with_a_budget(knobs, folder):
