@@ -22,6 +22,7 @@ IDS = draw.integers(0, 5, (2, 3))
 TABLE = draw.standard_normal((5, 4)).astype(np.float32)
 BIAS = draw.standard_normal(4).astype(np.float32)
 LONG = draw.integers(0, 7, (2, 6))
+INT = LONG.astype(np.int32)
 REPEATED = draw.integers(-2, 3, 100)
 PERMUTATIONS = np.stack([draw.permutation(3) for _ in range(8)]).reshape(2, 4, 3)
 CHANNELS = draw.standard_normal((3, 1, 3)).astype(np.float32)  # a filter per channel
@@ -103,7 +104,7 @@ CASES = {
         ((BIAS[:3], X[0], Y[0].T.copy()), {"beta": 2, "alpha": 3}),
     ],
     "aten.baddbmm.default": [((np.ones((2, 3, 3), np.float32), X, Y.transpose(0, 2, 1).copy()), {"alpha": 0.5})],
-    "aten.sum.dim_IntList": [((X, [0, 2]), {}), ((X, [-1], True), {}), ((FLAGS, [1]), {}), ((LONG, [0]), {})],
+    "aten.sum.dim_IntList": [((X, [0, 2]), {}), ((X, [-1], True), {}), ((FLAGS, [1]), {}), ((LONG, [0]), {}), ((INT, [0]), {})],
     "aten.sum.default": [((X,), {})],
     "aten.mean.dim": [((X, [-1], True), {}), ((X, [0, 1]), {})],
     "aten.mean.default": [((X,), {})],
@@ -121,7 +122,7 @@ CASES = {
     "aten.any.dim": [((FLAGS, 1), {}), ((LONG, 1), {})],
     "aten.any.default": [((FLAGS,), {}), ((LONG * 0,), {})],
     "aten.prod.dim_int": [((X, 1), {}), ((X, -1, True), {})],
-    "aten.cumsum.default": [((LONG, -1), {}), ((X, 1), {}), ((FLAGS, -1), {})],
+    "aten.cumsum.default": [((LONG, -1), {}), ((INT, -1), {}), ((X, 1), {}), ((FLAGS, -1), {})],
     "aten._softmax.default": [((X, -1, False), {})],
     "aten._log_softmax.default": [((X, -1, False), {}), ((X, 1, False), {})],
     "aten.native_layer_norm.default": [((X, [4], BIAS, BIAS, 1e-5), {}), ((X, [4], None, None, 1e-5), {})],

@@ -187,7 +187,12 @@ def solve_triangular(a, b, upper=False, left=True, unitriangular=False):
 
 
 def sum_over(x, dims=None, keepdim=False, dtype=None):
-    return ops.ReduceSum(keep_dims=keepdim)(to_copy(x, dtype), _axes(x, dims))
+    return ops.ReduceSum(keep_dims=keepdim)(_summands(x, dtype), _axes(x, dims))
+
+
+def _summands(x, dtype):
+    integers = (ms.bool_, ms.uint8, ms.int8, ms.int16, ms.int32)
+    return to_copy(x, ms.int64 if dtype is None and x.dtype in integers else dtype)
 
 
 def _axes(x, dims):
@@ -246,7 +251,7 @@ def product_over(x, dim, keepdim=False, dtype=None):
 
 
 def cumsum(x, dim, dtype=None):
-    return ops.CumSum()(to_copy(x, dtype), dim)
+    return ops.CumSum()(_summands(x, dtype), dim)
 
 
 def softmax(x, dim, half_to_float=False):
