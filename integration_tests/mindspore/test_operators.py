@@ -104,7 +104,9 @@ CASES = {
         ((BIAS[:3], X[0], Y[0].T.copy()), {"beta": 2, "alpha": 3}),
     ],
     "aten.baddbmm.default": [((np.ones((2, 3, 3), np.float32), X, Y.transpose(0, 2, 1).copy()), {"alpha": 0.5})],
-    "aten.sum.dim_IntList": [((X, [0, 2]), {}), ((X, [-1], True), {}), ((FLAGS, [1]), {}), ((LONG, [0]), {}), ((INT, [0]), {})],
+    "aten.sum.dim_IntList": [
+        ((X, [0, 2]), {}), ((X, [-1], True), {}), ((FLAGS, [1]), {}), ((LONG, [0]), {}), ((INT, [0]), {}),
+    ],  # fmt: skip
     "aten.sum.default": [((X,), {})],
     "aten.mean.dim": [((X, [-1], True), {}), ((X, [0, 1]), {})],
     "aten.mean.default": [((X,), {})],
