@@ -106,7 +106,7 @@ CASES = {
     "aten.baddbmm.default": [((np.ones((2, 3, 3), np.float32), X, Y.transpose(0, 2, 1).copy()), {"alpha": 0.5})],
     "aten.sum.dim_IntList": [
         ((X, [0, 2]), {}), ((X, [-1], True), {}), ((FLAGS, [1]), {}), ((LONG, [0]), {}), ((INT, [0]), {}),
-    ],  # fmt: skip
+    ],
     "aten.sum.default": [((X,), {})],
     "aten.mean.dim": [((X, [-1], True), {}), ((X, [0, 1]), {})],
     "aten.mean.default": [((X,), {})],
